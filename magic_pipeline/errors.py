@@ -1,0 +1,66 @@
+"""The family of errors that every room raises. Nothing but exception classes belongs here.
+
+Which of them Dagster may retry is decided in one place, `magic_pipeline.orchestration`, by class.
+"""
+
+from __future__ import annotations
+
+
+class MagicError(Exception):
+    """Anything magic_pipeline raises on purpose. The message is one line that a person can act on."""
+
+
+class InputError(MagicError):
+    """The user's input is wrong: exit code 2, never retried.
+
+    Args:
+        message: what was expected, what was found, and what to do.
+        file: the file at fault, if there is one.
+        field: the dotted field, document id or query id at fault, if there is one.
+    """
+
+    def __init__(self, message: str, *, file: object = None, field: str | None = None) -> None:
+        self.file = None if file is None else str(file)
+        self.field = field
+        where = ": ".join(part for part in (self.file, self.field) if part)
+        super().__init__(f"{where}: {message}" if where else message)
+
+
+class NonFiniteError(MagicError):
+    """A loss, gradient, cotangent or score is NaN or infinite. Never retried: it would come again."""
+
+
+class TrajectoryMismatchError(MagicError):
+    """A rematerialised state differs from the sealed one beyond tolerance, so the walk would be of another run."""
+
+
+class StorageError(MagicError):
+    """Storage could not be read or written (full disk, refused, unreachable). May be retried."""
+
+
+class MissingObjectError(StorageError):
+    """The named object is not there."""
+
+
+class DamagedObjectError(StorageError):
+    """The named object does not have the bytes that were sealed."""
+
+
+class ObjectExistsError(StorageError):
+    """A create-only object is there already: somebody else was first."""
+
+
+class HeldError(MagicError):
+    """Another live process holds the lease. `holder` describes it (host, pid, run id)."""
+
+    def __init__(self, message: str, *, holder: dict[str, object]) -> None:
+        self.holder = holder
+        super().__init__(message)
+
+
+class LeaseLostError(MagicError):
+    """A higher epoch exists: another process took this work over. Stop without writing."""
+
+
+class InterruptedWalkError(MagicError):
+    """Training or a walk stopped because it was asked to; everything up to here is sealed and a rerun goes on."""
