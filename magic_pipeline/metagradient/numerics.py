@@ -1,0 +1,73 @@
+"""What has to be fixed so that the same plan gives the same bits: threads, kernels, precision and random draws.
+
+Everything that a context manager here changes, it restores.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import torch
+from torch.nn.attention import SDPBackend, sdpa_kernel
+
+
+@contextmanager
+def exact_numerics(threads: int | None = None) -> Iterator[None]:
+    """Training, rematerialisation and walk run inside this: full precision, deterministic kernels, a fixed number of threads.
+
+    Args:
+        threads: intra-operation threads on the CPU; None leaves them as they are. Another number changes the last bits.
+    """
+    before = (
+        torch.get_num_threads(),
+        torch.are_deterministic_algorithms_enabled(),
+        torch.is_deterministic_algorithms_warn_only_enabled(),
+        torch.get_float32_matmul_precision(),
+        torch.backends.cudnn.allow_tf32,
+        torch.backends.cudnn.benchmark,
+    )
+    try:
+        if threads is not None:
+            torch.set_num_threads(threads)
+        # An operation without a deterministic kernel warns, naming itself: exact, but not to the last bit.
+        torch.use_deterministic_algorithms(True, warn_only=True)
+        torch.set_float32_matmul_precision("highest")
+        torch.backends.cudnn.allow_tf32 = False
+        torch.backends.cudnn.benchmark = False
+        yield
+    finally:
+        torch.set_num_threads(before[0])
+        torch.use_deterministic_algorithms(before[1], warn_only=before[2])
+        torch.set_float32_matmul_precision(before[3])
+        torch.backends.cudnn.allow_tf32 = before[4]
+        torch.backends.cudnn.benchmark = before[5]
+
+
+@contextmanager
+def twice_differentiable_kernels() -> Iterator[None]:
+    """Forwards run inside this take kernels that have a double backward.
+
+    Scaled dot product attention's fast backends and cuDNN's recurrent nets have none.
+    """
+    with sdpa_kernel(SDPBackend.MATH), torch.backends.cudnn.flags(enabled=torch.backends.cudnn.enabled):
+        yield
+
+
+@contextmanager
+def seeded(seed: int, device: torch.device) -> Iterator[None]:
+    """Random draws inside come from `seed`; the ambient generators (CPU's and `device`'s) are left as they were."""
+    devices = [device] if device.type == "cuda" else []
+    with torch.random.fork_rng(devices=devices):
+        torch.default_generator.manual_seed(seed)
+        if devices:
+            with torch.cuda.device(device):
+                torch.cuda.manual_seed(seed)
+        yield
+
+
+def shard_seed(seed: int, step: int, rank: int, microbatch: int) -> int:
+    """The seed of one shard's random draws: 63 bits of a hash, so that no two shards share a stream."""
+    digest = hashlib.sha256(f"{seed}/{step}/{rank}/{microbatch}".encode()).digest()
+    return int.from_bytes(digest[:8], "big") >> 1
