@@ -65,6 +65,7 @@ class FunctionalModel:
         if not self.params:
             raise InputError("the model has no trainable parameter", field="task")
         self._caller = _Caller(self.module)
+        self._recurrent = any(isinstance(child, nn.RNNBase) for child in module.modules())
         self._tracked: frozenset[str] = frozenset()
 
     def initial_state(self, optimizer: Optimizer, example_batch: Any) -> TrainState:
@@ -116,7 +117,7 @@ class FunctionalModel:
     def measurement(self, params: Tensors, buffers: Tensors, function: Callable[[nn.Module], Tensor]) -> Tensor:
         """`function(module)` with these parameters and buffers, in eval mode; differentiable in both."""
         self._set_mode(False)
-        with twice_differentiable_kernels():
+        with twice_differentiable_kernels(recurrent=self._recurrent):
             result: Tensor = functional_call(self._caller, self._named(params, buffers), (function,))
         return result
 
@@ -135,7 +136,7 @@ class FunctionalModel:
             return losses
 
         self._set_mode(self.train_mode)
-        with twice_differentiable_kernels(), seeded(seed, self.device):
+        with twice_differentiable_kernels(recurrent=self._recurrent), seeded(seed, self.device):
             losses: Tensor = functional_call(self._caller, self._named(params, buffers), (forward,))
         return losses, after
 

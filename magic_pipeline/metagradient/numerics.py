@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 
 import torch
 from torch.nn.attention import SDPBackend, sdpa_kernel
@@ -46,12 +46,16 @@ def exact_numerics(threads: int | None = None) -> Iterator[None]:
 
 
 @contextmanager
-def twice_differentiable_kernels() -> Iterator[None]:
+def twice_differentiable_kernels(*, recurrent: bool) -> Iterator[None]:
     """Forwards run inside this take kernels that have a double backward.
 
-    Scaled dot product attention's fast backends and cuDNN's recurrent nets have none.
+    Scaled dot product attention's fast backends have none, and neither have cuDNN's recurrent nets, so cuDNN is off where the model
+    is `recurrent`.
     """
-    with sdpa_kernel(SDPBackend.MATH), torch.backends.cudnn.flags(enabled=torch.backends.cudnn.enabled):
+    with ExitStack() as stack:
+        stack.enter_context(sdpa_kernel(SDPBackend.MATH))
+        if recurrent:
+            stack.enter_context(torch.backends.cudnn.flags(enabled=False))
         yield
 
 

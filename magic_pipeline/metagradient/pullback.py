@@ -17,6 +17,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from magic_pipeline.metagradient.model import FunctionalModel
 from magic_pipeline.metagradient.optimizers import clip, clip_pull_back
 from magic_pipeline.metagradient.state import Cotangent, Tensors
 from magic_pipeline.metagradient.step import Recipe, Shard, StepRecord, leaves, total_denominator, weighted_loss
@@ -61,13 +62,13 @@ def pull_back(
         cot_grads = clip_pull_back(record.grads, recipe.clip_norm, cot_clipped)
     denominator, cot_buffers = total_denominator(shards, state.step), cotangent.buffers
     for index in reversed(range(len(shards))):
-        graph = _shard_graph(recipe, record, shards[index], index, denominator)
+        graph = shard_graph(recipe.model, record, shards[index], index, denominator)
         cot_buffers = _pull_through(graph, shards[index], chunks, chunk, cot_grads, cot_buffers, to_params, scores)
     return Cotangent(to_params, to_slots, cot_buffers)
 
 
 @dataclass(frozen=True)
-class _ShardGraph:
+class ShardGraph:
     """The double-backward graph of one shard: outputs (g_s, buffers_{s+1}) of inputs (params, buffers_s, w)."""
 
     outputs: Tensors
@@ -76,20 +77,23 @@ class _ShardGraph:
     weights: Tensor
 
 
-def _shard_graph(recipe: Recipe, record: StepRecord, shard: Shard, index: int, denominator: float) -> _ShardGraph:
+def shard_graph(
+    model: FunctionalModel, record: StepRecord, shard: Shard, index: int, denominator: float
+) -> ShardGraph:
+    """Builds the graph of shard number `index` of a step, at the step's own state."""
     params, buffers = leaves(record.state.params), leaves(record.shard_buffers[index])
     with torch.enable_grad():
-        out = recipe.model.losses(params, buffers, record.shard_counters[index], shard.batch, shard.seed)
+        out = model.losses(params, buffers, record.shard_counters[index], shard.batch, shard.seed)
         weights = torch.ones_like(out.losses, requires_grad=True)
         loss = weighted_loss(out.losses, weights, denominator)
         grads = torch.autograd.grad(loss, list(params.values()), create_graph=True, allow_unused=True)
     outputs = {f"grad/{name}": g for name, g in zip(params, grads, strict=True) if g is not None and g.requires_grad}
     outputs |= {f"buffer/{name}": b for name, b in out.buffers.items() if b.requires_grad}
-    return _ShardGraph(outputs, params, buffers, weights)
+    return ShardGraph(outputs, params, buffers, weights)
 
 
 def _pull_through(
-    graph: _ShardGraph,
+    graph: ShardGraph,
     shard: Shard,
     chunks: Sequence[slice],
     chunk: int,
@@ -103,19 +107,32 @@ def _pull_through(
     cotangents = {f"grad/{n}": c for n, c in cot_grads.items()} | {f"buffer/{n}": c for n, c in cot_buffers.items()}
     inputs = [*graph.params.values(), *graph.buffers.values(), graph.weights]
     for number, rows in enumerate(chunks):
-        results = torch.autograd.grad(
-            list(graph.outputs.values()),
-            inputs,
-            # A single lane takes the plain call: batching it would only cost time.
-            [cotangents[name][rows] if chunk > 1 else cotangents[name][rows.start] for name in graph.outputs],
-            is_grads_batched=chunk > 1,
-            retain_graph=number < len(chunks) - 1,
-            allow_unused=True,
-        )
-        parts = [r if r is None or chunk > 1 else r.unsqueeze(0) for r in results]
+        lanes = {name: cotangents[name][rows] for name in graph.outputs}
+        parts = pull_lanes(graph.outputs, inputs, lanes, keep_graph=number < len(chunks) - 1)
         for into, part in zip([*to_params.values(), *before.values()], parts[:-1], strict=True):
             if part is not None:
                 into[rows].add_(part)
         if parts[-1] is not None:
             scores[rows].index_add_(1, shard.units.to(scores.device), parts[-1].to(scores.dtype))
     return before
+
+
+def pull_lanes(
+    outputs: Tensors, inputs: Sequence[Tensor], cotangents: Tensors, *, keep_graph: bool
+) -> list[Tensor | None]:
+    """Pulls `cotangents` (`[lanes, *shape]`, named like `outputs`) back to `inputs` in one call; None where nothing depends on one.
+
+    Raises:
+        RuntimeError: an operation on the way cannot be batched, and there is more than one lane.
+    """
+    # A single lane takes the plain call: batching it would only cost time.
+    batched = len(next(iter(cotangents.values()))) > 1
+    results = torch.autograd.grad(
+        list(outputs.values()),
+        inputs,
+        [cotangents[name] if batched else cotangents[name][0] for name in outputs],
+        is_grads_batched=batched,
+        retain_graph=keep_graph,
+        allow_unused=True,
+    )
+    return [r if r is None or batched else r.unsqueeze(0) for r in results]

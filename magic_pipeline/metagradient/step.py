@@ -94,7 +94,7 @@ def train_step(
             row_weights = None if weights is None else weights[shard.units].to(out.losses)
             shard_loss = weighted_loss(out.losses, row_weights, denominator)
             parts = torch.autograd.grad(shard_loss, list(params.values()), allow_unused=True)
-        loss += float(shard_loss)
+        loss += float(shard_loss.detach())
         for (name, param), part in zip(params.items(), parts, strict=True):
             # A parameter that this shard does not use has the gradient 0.
             part = torch.zeros_like(param) if part is None else part
