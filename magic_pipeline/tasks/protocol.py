@@ -1,0 +1,205 @@
+"""The Task protocol: what a task must say so that its training can be attributed, and what it may say.
+
+A task names five things: the model, the training data, the queries, how examples become a batch, and each example's loss.
+Everything else has a default, given here as a function of the same name (`denominator`, `measurement`, ...): call these
+functions rather than the methods, and a task that leaves a method out is served too. Nothing here trains anything.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any, Protocol
+
+import torch
+from torch import Tensor, nn
+from torch.utils._pytree import tree_leaves, tree_map
+
+from magic_pipeline.errors import InputError
+from magic_pipeline.tasks.loading import load_task
+from magic_pipeline.tasks.query_source import QuerySource
+
+if TYPE_CHECKING:
+    from PIL.Image import Image
+
+__all__ = [
+    "REQUIRED_METHODS",
+    "Batch",
+    "Dataset",
+    "Query",
+    "QuerySource",
+    "Task",
+    "denominator",
+    "load_task",
+    "measurement",
+    "model_device",
+    "on_device",
+    "query_measurement",
+    "render",
+    "rows",
+    "units",
+]
+
+Batch = Any
+"""Any pytree of tensors (nested dict, list, tuple); in the tasks here a dict of tensors. Rows come first in every tensor."""
+
+
+class Dataset(Protocol):
+    """Training examples by position, each with a stable id."""
+
+    @property
+    def ids(self) -> Sequence[str]:
+        """One id per example. Examples with equal ids share one weight, and so one score."""
+
+    @property
+    def digest(self) -> str:
+        """Hex digest of the content, the ids and their order: equal in every process, and only for equal data."""
+
+    def __len__(self) -> int: ...
+
+    def __getitem__(self, index: int, /) -> Any: ...
+
+
+@dataclass(frozen=True)
+class Query:
+    """A question to the trained model: phi = sum_k coefficients[k] * measurement(examples[k]).
+
+    Args:
+        id: any non-empty string, unique among the experiment's queries.
+        examples: at least one example, of the kind that `Task.collate` takes.
+        coefficients: one finite number per example; empty means 1/n each (the mean). A negative one makes a contrast.
+
+    Raises:
+        InputError: any of these does not hold; the error names the query.
+    """
+
+    id: str
+    examples: Sequence[Any]
+    coefficients: Sequence[float] = field(default=())
+
+    def __post_init__(self) -> None:
+        if not isinstance(self.id, str) or not self.id:
+            raise InputError(f"expected a query's id to be a non-empty string, found {self.id!r}", field="queries")
+        examples = tuple(self.examples)
+        if not examples:
+            raise self.error("expected at least one example, found none")
+        coefficients = tuple(self.coefficients) or (1.0 / len(examples),) * len(examples)
+        if len(coefficients) != len(examples):
+            raise self.error(f"expected {len(examples)} coefficients, one per example, found {len(coefficients)}")
+        for value in coefficients:
+            if isinstance(value, bool) or not isinstance(value, (int, float)) or not math.isfinite(value):
+                raise self.error(f"expected finite coefficients, found {value!r}")
+        object.__setattr__(self, "examples", examples)
+        object.__setattr__(self, "coefficients", tuple(float(value) for value in coefficients))
+
+    def error(self, message: str) -> InputError:
+        """An InputError that names this query."""
+        return InputError(message, field=f"query {self.id!r}")
+
+
+class Task(Protocol):
+    """What every task has. The engine sets the model's mode, dtype, device and seed; a task uses the module it is given.
+
+    A class may define these too, and gets the default of the same-named function of this module otherwise:
+
+    * `denominator(batch) -> float`: what the batch's summed losses are divided by; additive over the batch's rows;
+    * `measurement(model, batch) -> Tensor [rows]`: what a query measures of each of its examples;
+    * `query_measurement(model, query) -> Tensor []`: phi itself, where it is not a sum over examples;
+    * `units(batch) -> Tensor [rows, tokens]`: document indices, for packed rows;
+    * `render(example) -> str | PIL.Image.Image`: how a person sees an example in reports.
+    """
+
+    def build_model(self) -> nn.Module:
+        """A fresh model; deterministic under `torch.manual_seed`, which the engine calls first."""
+
+    def training_data(self) -> Dataset:
+        """The training examples; the same in every process."""
+
+    def queries(self) -> Sequence[Query]:
+        """The queries, with unique ids."""
+
+    def collate(self, examples: Sequence[Any], /) -> Batch:
+        """A batch of these examples, in their order; deterministic."""
+
+    def example_losses(self, model: nn.Module, batch: Batch, /) -> Tensor:
+        """Unreduced, unweighted losses: [rows], or [rows, tokens] for token scores, in the model's dtype.
+
+        In the second form column s is the loss of the *target* at s, so column 0 is 0. A row's loss depends on other rows
+        only through the model's buffers and batch statistics.
+        """
+
+
+REQUIRED_METHODS = ("build_model", "training_data", "queries", "collate", "example_losses")
+
+
+def rows(batch: Batch) -> int:
+    """The number of rows: the leading dimension that all tensors of the batch share.
+
+    Raises:
+        InputError: no tensor has a dimension, or leading dimensions differ, so the task has to define `denominator`.
+    """
+    leading = {leaf.shape[0] for leaf in tree_leaves(batch) if isinstance(leaf, Tensor) and leaf.dim() > 0}
+    if len(leading) != 1:
+        found = f"leading dimensions {sorted(leading)}" if leading else "no tensor"
+        raise InputError(
+            f"cannot tell the number of rows of a batch with {found}: define denominator(batch)", field="task"
+        )
+    return int(leading.pop())
+
+
+def denominator(task: Task, batch: Batch) -> float:
+    """What the batch's loss is divided by: `task.denominator(batch)`, by default its number of rows.
+
+    Raises:
+        InputError: it is not a finite number above 0.
+    """
+    method = getattr(task, "denominator", None)
+    value = float(rows(batch) if method is None else method(batch))
+    if not (math.isfinite(value) and value > 0):
+        raise InputError(f"denominator(batch) gave {value}, expected a finite number above 0", field="task")
+    return value
+
+
+def measurement(task: Task, model: nn.Module, batch: Batch) -> Tensor:
+    """One value per example [rows]: `task.measurement(model, batch)`, by default the example's loss (summed over its tokens)."""
+    method = getattr(task, "measurement", None)
+    values: Tensor = task.example_losses(model, batch) if method is None else method(model, batch)
+    return values.flatten(1).sum(1) if values.dim() > 1 else values
+
+
+def query_measurement(task: Task, model: nn.Module, query: Query) -> Tensor:
+    """phi [] of a query, on the model's device: `task.query_measurement`, by default sum_k coefficients[k] * measurement_k.
+
+    The query's examples are a batch of their own, so no padding to the training batches' width.
+    """
+    method = getattr(task, "query_measurement", None)
+    if method is not None:
+        value: Tensor = method(model, query)
+        return value
+    values = measurement(task, model, on_device(task.collate(query.examples), model_device(model)))
+    return (values * values.new_tensor(query.coefficients)).sum()
+
+
+def units(task: Task, batch: Batch) -> Tensor | None:
+    """Document indices [rows, tokens] of packed rows: `task.units(batch)`; None where each row is one example."""
+    method = getattr(task, "units", None)
+    found: Tensor | None = None if method is None else method(batch)
+    return found
+
+
+def render(task: Task, example: Any) -> str | Image:
+    """How a person sees the example: `task.render(example)`, by default the first 200 characters of its repr."""
+    method = getattr(task, "render", None)
+    shown: str | Image = repr(example)[:200] if method is None else method(example)
+    return shown
+
+
+def on_device(batch: Batch, device: torch.device | str) -> Batch:
+    """The batch with every tensor on the device; anything else in it as it is."""
+    return tree_map(lambda leaf: leaf.to(device) if isinstance(leaf, Tensor) else leaf, batch)
+
+
+def model_device(model: nn.Module) -> torch.device:
+    """The device of the model's first parameter."""
+    return next(model.parameters()).device
