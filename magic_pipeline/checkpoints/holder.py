@@ -1,0 +1,125 @@
+"""Who holds a lease, and whether that process is still there. Asks the operating system, never a clock."""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import socket
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+
+@dataclass(frozen=True)
+class Holder:
+    """A process, named so that another process can tell whether it still lives.
+
+    Attributes:
+        run_id: the run on whose behalf it works, for people ("" when there is none).
+        host: the host's name, and `machine` a digest of its machine id ("" where it has none): a name alone is not unique.
+        boot_id: changes with every boot of the kernel.
+        pid_namespace: a pid means something only inside it (containers on one kernel share the boot id).
+        pid, started: a pid is reused, but never with the same start time.
+    """
+
+    run_id: str
+    host: str
+    machine: str
+    boot_id: str
+    pid_namespace: str
+    pid: int
+    started: str
+
+    @classmethod
+    def this_process(cls, run_id: str = "") -> Holder:
+        """The calling process. Asked anew each time, since a fork changes the answer."""
+        pid = os.getpid()
+        return cls(run_id, socket.gethostname(), _machine(), _boot_id(), _pid_namespace(), pid, _started(pid) or "")
+
+    def as_json(self) -> dict[str, Any]:
+        return asdict(self)
+
+    @classmethod
+    def from_json(cls, content: Mapping[str, Any]) -> Holder:
+        """Raises KeyError or TypeError when the content is no holder's."""
+        fields = {name: content[name] for name in cls.__dataclass_fields__}
+        if type(fields["pid"]) is not int or not all(isinstance(fields[n], str) for n in fields if n != "pid"):
+            raise TypeError(f"expected a holder, found {content!r}")
+        return cls(**fields)
+
+    def is_same_process(self, other: Holder) -> bool:
+        """Whether both are one process, whatever run they work for."""
+        ours = (self.host, self.machine, self.boot_id, self.pid_namespace, self.pid, self.started)
+        return ours == (other.host, other.machine, other.boot_id, other.pid_namespace, other.pid, other.started)
+
+    def __str__(self) -> str:
+        run = f"run {self.run_id}, " if self.run_id else ""
+        return f"{run}process {self.pid} on {self.host}"
+
+
+def is_gone(holder: Holder) -> bool | None:
+    """True: the process has provably ended. False: it lives. None: this machine cannot tell.
+
+    On the same boot of the same machine, in the same pid namespace: gone when there is no such pid, when it started at
+    another time, or when it is a zombie that nobody has reaped. On the same machine after a reboot: gone.
+    """
+    here = Holder.this_process()
+    if holder.host != here.host or holder.machine != here.machine:
+        return None
+    if holder.boot_id != here.boot_id:
+        # Two machines may share a name; only with a machine id is it certain that this one was rebooted.
+        return True if here.machine and holder.boot_id and here.boot_id else None
+    if holder.pid_namespace != here.pid_namespace:
+        return None
+    return _started(holder.pid) != holder.started
+
+
+def _started(pid: int) -> str | None:
+    """The process's start time, or None when there is no such process or it has ended and is not yet reaped.
+
+    Clock ticks since boot where there is /proc: exact, and unmoved when the wall clock is set.
+    """
+    if Path("/proc/self/stat").exists():
+        try:
+            text = Path(f"/proc/{pid}/stat").read_text(encoding="utf-8", errors="replace")
+        except OSError:
+            return None
+        state, *fields = text.rpartition(")")[2].split()  # the command's name before it may hold spaces and brackets
+        return None if state in ("Z", "X") else f"ticks:{fields[18]}"
+    import psutil
+
+    try:
+        process = psutil.Process(pid)
+        return None if process.status() == psutil.STATUS_ZOMBIE else f"unix:{process.create_time():.2f}"
+    except psutil.NoSuchProcess:
+        return None
+
+
+def _machine() -> str:
+    identity = _line("/etc/machine-id") or _line("/var/lib/dbus/machine-id")
+    # Hashed, as systemd asks: the id itself is not to leave the machine.
+    return hashlib.sha256(f"magic-pipeline:{identity}".encode()).hexdigest()[:16] if identity else ""
+
+
+def _boot_id() -> str:
+    identity = _line("/proc/sys/kernel/random/boot_id")
+    if identity:
+        return identity
+    import psutil
+
+    return f"unix:{psutil.boot_time():.0f}"
+
+
+def _pid_namespace() -> str:
+    try:
+        return os.readlink("/proc/self/ns/pid")
+    except OSError:
+        return ""
+
+
+def _line(path: str) -> str:
+    try:
+        return Path(path).read_text(encoding="ascii").strip()
+    except (OSError, UnicodeDecodeError):
+        return ""

@@ -1,0 +1,289 @@
+"""The single writer's side of a chain: take, seal, complete, retire, clear, release.
+
+A lease is an epoch. Before every seal, completion and deletion its holder looks for a higher epoch and stops if there is one. The look
+and the write are not one atomic act, so a holder that was overtaken in between may still land one manifest. That is
+harmless: its name carries the old epoch, nothing is overwritten, and it is whole or it is not used.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+from collections.abc import Iterable, Mapping
+from types import TracebackType
+from typing import TYPE_CHECKING, Any
+
+from magic_pipeline.checkpoints.chain import (
+    COMPLETE_STEP,
+    SCHEMA,
+    Chain,
+    Checkpoint,
+    ForeignError,
+    Order,
+    SealedName,
+    by_age,
+    epoch_in_name,
+)
+from magic_pipeline.checkpoints.digests import plain
+from magic_pipeline.checkpoints.holder import Holder, is_gone
+from magic_pipeline.checkpoints.store import Blob
+from magic_pipeline.errors import (
+    DamagedObjectError,
+    HeldError,
+    LeaseLostError,
+    MissingObjectError,
+    ObjectExistsError,
+    StorageError,
+)
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+logger = logging.getLogger("magic_pipeline.checkpoints")
+
+
+def take(chain: Chain, holder: Holder | None = None) -> Lease:
+    """The lease under a new epoch, if nobody else has it.
+
+    The holder of the highest epoch is asked for. Released, or its process provably gone: taken over at once. This very
+    process: a new epoch too, and the former lease is lost (a process that starts its work over must not wait for itself).
+    An epoch object that is damaged names nobody: it is taken over with a warning, since waiting for an unknown holder
+    could last for ever, and a live one notices before its next seal.
+
+    Raises:
+        HeldError: the holder lives, or runs where this machine cannot see it; says how to release it by hand.
+    """
+    holder = holder or Holder.this_process()
+    while True:
+        epoch = chain.highest_epoch()
+        _refuse_if_held(chain, epoch, holder)
+        try:
+            chain.store.create_json(chain.epoch_path(epoch + 1), holder.as_json())
+        except ObjectExistsError:
+            continue  # another process took it between the look and the write: now ask for that one
+        lease = Lease(chain, epoch + 1, holder)
+        try:
+            lease.discard_unfinished()
+        except StorageError as error:  # only space is lost; the lease is taken all the same
+            logger.warning("%s/%s: what killed writers left stays: %s", chain.store.url, chain.folder, error)
+        return lease
+
+
+def _refuse_if_held(chain: Chain, epoch: int, asking: Holder) -> None:
+    if epoch == 0 or chain.store.exists(chain.released_path(epoch)):
+        return
+    path = f"{chain.store.url}/{chain.epoch_path(epoch)}"
+    try:
+        holder = Holder.from_json(chain.store.read_json(chain.epoch_path(epoch)))
+    except (MissingObjectError, DamagedObjectError, KeyError, TypeError) as error:
+        logger.warning("%s does not say who holds the lease, so it is taken over: %s", path, error)
+        return
+    gone = is_gone(holder)
+    if gone or holder.is_same_process(asking):
+        return
+    why = "which is running" if gone is False else "which this machine cannot look at"
+    release = f"{chain.store.url}/{chain.released_path(epoch)}"
+    raise HeldError(
+        f"{chain.store.url}/{chain.folder}: held by {holder}, {why}; once it has ended for certain, "
+        f"release it by creating an empty object {release}",
+        holder=holder.as_json(),
+    )
+
+
+class Lease:
+    """The right to write to a chain. Its operations are serialised by a lock, so a background thread may seal.
+
+    Attributes:
+        epoch: the current epoch. It rises when a damaged checkpoint of this lease's own epoch is sealed again.
+    """
+
+    def __init__(self, chain: Chain, epoch: int, holder: Holder) -> None:
+        self.chain = chain
+        self.epoch = epoch
+        self.holder = holder
+        self._own_epochs = {epoch}
+        self._released = False
+        self._lock = threading.RLock()
+
+    def __enter__(self) -> Lease:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+        self.release()
+
+    def seal(self, step: int, parts: Mapping[str, Mapping[str, Tensor]], facts: Mapping[str, Any]) -> Checkpoint:
+        """Commits a checkpoint: every part's blob, durable, then the manifest, create-only.
+
+        When this raises or the process dies, the step is as it was before, except for blobs that no manifest names
+        (`sweep` removes them). A checkpoint of this step and epoch that turned out damaged is sealed again under a new
+        epoch; the damaged one stays for `retire` and `clear`.
+
+        Args:
+            step: 0 to 99,999,999.
+            parts: part ("rank0") -> name -> tensor.
+            facts: JSON values that a reader must expect.
+
+        Raises: LeaseLostError; ObjectExistsError when the step is sealed in this epoch and whole; StorageError.
+        """
+        if not 0 <= step < 10**8:
+            raise ValueError(f"expected a step from 0 to 99999999, found {step}")
+        return self._commit(step, parts, facts)
+
+    def complete(self, parts: Mapping[str, Mapping[str, Tensor]], facts: Mapping[str, Any]) -> Checkpoint:
+        """Commits the end of the work, as `seal` commits a step; `Chain.completed` finds it."""
+        return self._commit(COMPLETE_STEP, parts, facts)
+
+    def check(self) -> None:
+        """Raises LeaseLostError when there is a higher epoch, this one's object is gone, or the lease was released."""
+        where = f"{self.chain.store.url}/{self.chain.folder}"
+        if self._released:
+            raise LeaseLostError(f"{where}: epoch {self.epoch} was released")
+        taken = self.chain.taken_epochs()
+        if taken and taken[-1] > self.epoch:
+            raise LeaseLostError(f"{where}: epoch {self.epoch} was taken over by epoch {taken[-1]}")
+        if self.epoch not in taken:
+            raise LeaseLostError(f"{where}: the object of epoch {self.epoch} was removed")
+
+    def retire(self, *, order: Order, keep: int = 2) -> None:
+        """Removes this lease's own checkpoints but the newest `keep` steps; safe to repeat and to be killed in.
+
+        The newest is read and verified first: while it is damaged nothing is removed, with a warning. Each manifest goes
+        before its blobs, so what is half removed does not exist.
+
+        Raises: LeaseLostError, StorageError.
+        """
+        if keep < 1:
+            raise ValueError(f"expected to keep at least one generation, found {keep}")
+        with self._lock:
+            own = by_age((name for name in self.chain.sealed() if name.epoch in self._own_epochs), order)
+            steps = list(dict.fromkeys(name.step for name in own))
+            kept = [next(name for name in own if name.step == step) for step in steps[:keep]]
+            superseded = [name for name in reversed(own) if name not in kept]
+            if superseded and self._is_whole(kept[0]):
+                self._remove(superseded)
+
+    def clear(self, expect: Mapping[str, Any] | None = None) -> None:
+        """Once complete: removes every checkpoint, blob and leftover of own and older epochs but the complete manifest's.
+
+        Safe to repeat and to be killed in.
+
+        Args:
+            expect: facts that the complete manifest must have, as for `Chain.completed`.
+
+        Raises: StorageError when no complete manifest verifies (then nothing is removed); LeaseLostError.
+        """
+        with self._lock:
+            complete = self.chain.completed(expect or {})
+            if complete is None:
+                raise StorageError(f"{self.chain.store.url}/{self.chain.folder}: nothing is cleared, for it is not complete")
+            kept = SealedName(complete.step, complete.epoch)
+            names = [*self.chain.sealed(), *self.chain.completions()]
+            self._remove(name for name in names if name.epoch <= self.epoch and name != kept)
+            self.sweep()
+
+    def sweep(self) -> None:
+        """Removes what killed writers of own and older epochs left: blobs that no manifest names, unfinished publications.
+
+        A manifest of a schema that this program cannot read keeps all blobs of its epoch. Safe to repeat and to be killed in. Raises LeaseLostError, StorageError."""
+        with self._lock:
+            self.check()
+            store, chain = self.chain.store, self.chain
+            blobs = {name: self._blobs(name) for name in [*chain.sealed(), *chain.completions()]}
+            named = {blob.name for found in blobs.values() if found is not None for blob in found}
+            opaque = {name.epoch for name, found in blobs.items() if found is None}
+            for blob in store.list(chain.blobs):
+                if blob not in named and self._is_ours_to_remove(blob) and epoch_in_name(blob) not in opaque:
+                    self.check()
+                    store.delete(f"{chain.blobs}/{blob}")
+            self.discard_unfinished()
+
+    def discard_unfinished(self) -> None:
+        """Frees what unfinished publications of own and older epochs take (part of `sweep`; listings only)."""
+        for folder in (self.chain.blobs, self.chain.manifests, self.chain.epochs, self.chain.folder):
+            for name in self.chain.store.sink.unfinished(folder):
+                if self._is_ours_to_remove(name):
+                    self.chain.store.sink.discard_unfinished(folder, name)
+
+    def release(self) -> None:
+        """Ends the lease, so that the next `take` succeeds at once. Idempotent. Nothing can be written with it after."""
+        with self._lock:
+            if self._released:
+                return
+            try:
+                self.chain.store.create_json(self.chain.released_path(self.epoch), self.holder.as_json())
+            except ObjectExistsError:
+                logger.info("%s was released already", self.chain.released_path(self.epoch))
+            self._released = True
+
+    def _commit(self, step: int, parts: Mapping[str, Mapping[str, Tensor]], facts: Mapping[str, Any]) -> Checkpoint:
+        facts = plain(facts, "facts")
+        with self._lock:
+            self.check()
+            if self.chain.store.exists(self.chain.path(SealedName(step, self.epoch))):
+                self._leave_damage(SealedName(step, self.epoch))
+            prefix = f"e{self.epoch:08d}-"
+            blobs = {
+                part: self.chain.store.write_blob(self.chain.blobs, tensors, prefix=prefix) for part, tensors in parts.items()
+            }
+            self.check()  # writing blobs may have taken minutes
+            name = SealedName(step, self.epoch)
+            self.chain.store.create_json(
+                self.chain.path(name),
+                {
+                    "schema": SCHEMA,
+                    "step": step,
+                    "epoch": self.epoch,
+                    "facts": facts,
+                    "blobs": {part: blob.as_json() for part, blob in blobs.items()},
+                },
+            )
+            return Checkpoint(step, self.epoch, self.chain.path(name), facts, blobs, self.chain)
+
+    def _leave_damage(self, name: SealedName) -> None:
+        """Takes a new epoch when the checkpoint of this name is damaged. Raises ObjectExistsError when it is whole."""
+        try:
+            self.chain.verified(name)
+        except (StorageError, ForeignError) as error:
+            logger.warning("%s/%s is sealed again under a new epoch: %s", self.chain.store.url, self.chain.path(name), error)
+        else:
+            raise ObjectExistsError(f"{self.chain.store.url}/{self.chain.path(name)}: is sealed already, and whole")
+        epoch = self.chain.highest_epoch() + 1
+        try:
+            self.chain.store.create_json(self.chain.epoch_path(epoch), self.holder.as_json())
+        except ObjectExistsError:
+            raise LeaseLostError(f"{self.chain.store.url}/{self.chain.folder}: taken over by epoch {epoch}") from None
+        self.epoch = epoch
+        self._own_epochs.add(epoch)
+
+    def _is_whole(self, name: SealedName) -> bool:
+        try:
+            self.chain.verified(name)
+        except (StorageError, ForeignError) as error:
+            logger.warning("%s: nothing older is removed, for %s", self.chain.path(name), error)
+            return False
+        return True
+
+    def _remove(self, names: Iterable[SealedName]) -> None:
+        for name in names:
+            blobs = self._blobs(name)
+            if blobs is None:
+                continue
+            self.check()
+            self.chain.store.delete(self.chain.path(name))
+            for blob in blobs:
+                self.chain.store.delete(f"{self.chain.blobs}/{blob.name}")
+
+    def _blobs(self, name: SealedName) -> list[Blob] | None:
+        """What the manifest names. Empty where it is damaged or gone, so that its blobs are left to `sweep`; None, with a
+        warning, where it has a schema that this program cannot read: then it is not ours to remove."""
+        try:
+            return list(self.chain.manifest(name).blobs.values())
+        except (MissingObjectError, DamagedObjectError):
+            return []
+        except ForeignError as error:
+            logger.warning("%s/%s is kept: %s", self.chain.store.url, self.chain.path(name), error)
+            return None
+
+    def _is_ours_to_remove(self, object_name: str) -> bool:
+        epoch = epoch_in_name(object_name)
+        return epoch is not None and epoch <= self.epoch
