@@ -16,13 +16,16 @@ class InputError(MagicError):
     Args:
         message: what was expected, what was found, and what to do.
         file: the file at fault, if there is one.
+        line: the line of the file at fault, counted from 1, where it is known.
         field: the dotted field, document id or query id at fault, if there is one.
     """
 
-    def __init__(self, message: str, *, file: object = None, field: str | None = None) -> None:
+    def __init__(self, message: str, *, file: object = None, line: int | None = None, field: str | None = None) -> None:
         self.file = None if file is None else str(file)
+        self.line = line
         self.field = field
-        where = ": ".join(part for part in (self.file, self.field) if part)
+        at_line = None if line is None else f"line {line}"
+        where = ": ".join(part for part in (self.file, at_line, self.field) if part)
         super().__init__(f"{where}: {message}" if where else message)
 
 

@@ -1,0 +1,221 @@
+"""The sections of an experiment file as immutable models. No torch, no I/O.
+
+Every field's description is its documentation, in the docs and in the UI. What one field's value may be belongs here;
+reading a file and wording its errors belongs to `experiment`.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Callable
+from decimal import Decimal
+from typing import Annotated, Any, Literal
+
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, model_validator
+
+_UNITS = {"B": 1} | {
+    f"{prefix}{suffix}": base**power
+    for power, prefix in enumerate("KMGT", start=1)
+    for suffix, base in (("iB", 1024), ("B", 1000))
+}
+
+
+def _word_or_count(word: str) -> Callable[[object], object]:
+    def check(value: object) -> object:
+        if value == word or (isinstance(value, int) and not isinstance(value, bool) and value >= 1):
+            return value
+        raise ValueError(f"should be {word} or a whole number of at least 1")
+
+    return check
+
+
+def _auto_or_bytes(value: object) -> object:
+    """Bytes of a size such as `8GiB`, `512 MiB` or `1.5GB` (powers of 1024 with an i, of 1000 without)."""
+    if value == "auto" or (isinstance(value, int) and not isinstance(value, bool) and value >= 1):
+        return value
+    size = re.fullmatch(r"(\d+(?:\.\d+)?) ?([KMGT]i?B|B)", value) if isinstance(value, str) else None
+    count = int(Decimal(size[1]) * _UNITS[size[2]]) if size else 0
+    if count < 1:
+        raise ValueError("should be auto, a size such as 8GiB or 512MB, or a whole number of bytes")
+    return count
+
+
+def _only_one_rank(value: object) -> object:
+    if value != 1 or isinstance(value, bool):
+        raise ValueError("only 1 rank is supported for now")
+    return value
+
+
+AutoOrCount = Annotated[Literal["auto"] | int, BeforeValidator(_word_or_count("auto"))]
+SegmentOrCount = Annotated[Literal["segment"] | int, BeforeValidator(_word_or_count("segment"))]
+AutoOrBytes = Annotated[Literal["auto"] | int, BeforeValidator(_auto_or_bytes)]
+Ranks = Annotated[int, BeforeValidator(_only_one_rank)]
+Beta = Annotated[float, Field(strict=True, ge=0, lt=1)]
+File = Annotated[str, Field(min_length=1)]
+
+
+class Section(BaseModel):
+    """A part of the experiment file: unknown fields are refused, values are never guessed from strings."""
+
+    model_config = ConfigDict(
+        extra="forbid", frozen=True, strict=True, hide_input_in_errors=True, allow_inf_nan=False, validate_default=True
+    )
+
+
+class TaskSettings(Section):
+    """What is attributed: a task's type, and the settings that its class takes (all other fields)."""
+
+    model_config = ConfigDict(extra="allow")
+
+    type: str = Field(
+        pattern=r"^([a-z][a-z0-9_]*|[A-Za-z_]\w*(\.[A-Za-z_]\w*)*:[A-Za-z_]\w*)$",
+        description="a ready-made task's name, such as digits_classifier, or a class as package.module:ClassName",
+    )
+
+    @property
+    def settings(self) -> dict[str, Any]:
+        """The fields beside `type`: the keyword arguments of the task's class."""
+        return dict(self.model_extra or {})
+
+    @model_validator(mode="after")
+    def _plain_settings(self) -> TaskSettings:
+        for name, value in self.settings.items():
+            try:
+                json.dumps(value, allow_nan=False)
+            except (TypeError, ValueError) as error:
+                raise ValueError(f"the setting {name!r} should be plain, finite data: {error}") from None
+        return self
+
+
+class SGDSettings(Section):
+    """torch.optim.SGD without dampening."""
+
+    name: Literal["sgd"] = Field(description="the optimizer: sgd or adamw")
+    lr: float = Field(default=1e-3, gt=0, description="the learning rate that the schedule multiplies")
+    momentum: float = Field(default=0.0, ge=0, description="the momentum factor")
+    nesterov: bool = Field(default=False, description="whether the momentum is Nesterov's")
+    weight_decay: float = Field(default=0.0, ge=0, description="coupled weight decay: added to the gradient")
+
+    @model_validator(mode="after")
+    def _nesterov_has_momentum(self) -> SGDSettings:
+        if self.nesterov and self.momentum == 0:
+            raise ValueError("nesterov needs a momentum above 0")
+        return self
+
+
+class AdamWSettings(Section):
+    """torch.optim.AdamW, with a term inside the square root that keeps its derivative finite."""
+
+    name: Literal["adamw"] = Field(description="the optimizer: sgd or adamw")
+    lr: float = Field(default=1e-3, gt=0, description="the learning rate that the schedule multiplies")
+    betas: Annotated[tuple[Beta, Beta], Field(strict=False)] = Field(
+        default=(0.9, 0.95), description="decay rates of the first and the second moment"
+    )
+    eps: float = Field(default=1e-8, ge=0, description="added to the square root of the second moment")
+    eps_root: float = Field(
+        default=1e-8,
+        ge=0,
+        description="added inside that square root; tiny values make scores fragile, 0 is torch's AdamW",
+    )
+    weight_decay: float = Field(default=0.01, ge=0, description="decoupled weight decay: times the learning rate")
+
+
+class WarmupSchedule(Section):
+    """The learning-rate factors of transformers' get_scheduler."""
+
+    name: Literal["constant", "linear", "cosine"] = Field(
+        description="the schedule after the warm-up: constant, linear, cosine, or table"
+    )
+    warmup_steps: int = Field(default=0, ge=0, description="steps over which the learning rate rises linearly from 0")
+
+
+class TableSchedule(Section):
+    """Learning rates of the user's own, one per step."""
+
+    name: Literal["table"] = Field(description="the schedule: constant, linear, cosine, or table")
+    values: File = Field(description="a file with one learning rate per training step; they replace the optimizer's lr")
+
+
+class TrainingSettings(Section):
+    """The training run, fully determined."""
+
+    seed: int = Field(default=0, ge=0, lt=2**63, description="seeds the initial weights, the data order and dropout")
+    epochs: int = Field(default=2, ge=1, description="passes over the training data")
+    batch_size: int = Field(default=50, ge=1, description="examples per optimizer step")
+    microbatch_size: int | None = Field(
+        default=None, ge=1, description="examples per forward pass; null takes the whole batch at once"
+    )
+    dtype: Literal["float32", "float64"] = Field(default="float32", description="of parameters, training and scores")
+    mode: Literal["train", "eval"] = Field(
+        default="train", description="the module's mode in training steps: train has dropout and batch statistics"
+    )
+    clip_norm: float | None = Field(
+        default=None, gt=0, description="the largest global gradient norm; null does not clip"
+    )
+    order: File | None = Field(
+        default=None, description="a file with the example indices of every batch; null shuffles each epoch by the seed"
+    )
+    optimizer: SGDSettings | AdamWSettings = Field(
+        default=AdamWSettings(name="adamw"), discriminator="name", description="the optimizer and its settings"
+    )
+    schedule: WarmupSchedule | TableSchedule = Field(
+        default=WarmupSchedule(name="linear"), discriminator="name", description="the learning-rate schedule"
+    )
+
+    @model_validator(mode="after")
+    def _microbatch_fits(self) -> TrainingSettings:
+        if self.microbatch_size is not None and self.microbatch_size > self.batch_size:
+            raise ValueError(f"microbatch_size ({self.microbatch_size}) exceeds batch_size ({self.batch_size})")
+        return self
+
+
+class AttributionSettings(Section):
+    """How the walk back through training is carried out. None of it changes a score beyond rounding."""
+
+    unit: Literal["example"] = Field(
+        default="example", description="what gets a score of its own; only example for now"
+    )
+    segment_steps: AutoOrCount = Field(
+        default="auto", description="training steps per segment; auto takes the square root of the number of steps"
+    )
+    query_batch: AutoOrCount = Field(default="auto", description="queries that are walked together")
+    memory_budget: AutoOrBytes = Field(
+        default="auto", description="memory for the walk: a size such as 8GiB, or bytes; auto measures what is free"
+    )
+    save_every: SegmentOrCount = Field(
+        default="segment", description="when a query's walk is sealed: segment, or a number of backward steps"
+    )
+    threads: AutoOrCount = Field(default="auto", description="CPU threads of torch; another number changes last bits")
+    chunk: AutoOrCount = Field(
+        default="auto", description="queries per batched pullback call; auto takes the fastest that fits"
+    )
+
+
+class QueriesSettings(Section):
+    """Where the queries come from: a file, or a split of the task's data. With neither, the task brings its own."""
+
+    file: File | None = Field(default=None, description="a JSON Lines file of queries")
+    split: File | None = Field(default=None, description="the split of the task's data whose examples are queries")
+    count: int | None = Field(default=None, ge=1, description="how many queries of the split; null takes all")
+
+    @model_validator(mode="after")
+    def _one_source(self) -> QueriesSettings:
+        if self.file is not None and (self.split is not None or self.count is not None):
+            raise ValueError("takes either file, or split and count")
+        if self.count is not None and self.split is None:
+            raise ValueError("count needs a split")
+        return self
+
+
+class LDSSettings(Section):
+    """The linear datamodeling score: retraining on random subsets."""
+
+    subsets: int = Field(default=50, ge=2, description="how many random subsets are retrained")
+    drop_fraction: float = Field(default=0.05, gt=0, lt=1, description="the fraction of examples that each one drops")
+
+
+class ValidationSettings(Section):
+    """Checks of the scores against retraining."""
+
+    lds: LDSSettings | None = Field(default=None, description="the linear datamodeling score; null leaves it out")
