@@ -105,7 +105,7 @@ class DigitsClassifier:
             line.check_fields(required=frozenset({"index"}))
             return Query(line.id, [self._test_digit(line, line.fields["index"])])
         line.check_fields(required=frozenset({"indices"}), optional=frozenset({"coefficients"}))
-        indices, coefficients = line.fields["indices"], line.fields.get("coefficients", [])
+        indices, coefficients = (line.fields["indices"], line.fields.get("coefficients", []))
         if not isinstance(indices, list) or not isinstance(coefficients, list):
             raise line.error("expected indices and coefficients to be lists")
         return Query(line.id, [self._test_digit(line, index) for index in indices], coefficients)

@@ -8,11 +8,10 @@ functions rather than the methods, and a task that leaves a method out is served
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Protocol
 
-import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves, tree_map
 
@@ -33,8 +32,7 @@ __all__ = [
     "denominator",
     "load_task",
     "measurement",
-    "model_device",
-    "on_device",
+    "place_like",
     "query_measurement",
     "render",
     "rows",
@@ -168,16 +166,20 @@ def measurement(task: Task, model: nn.Module, batch: Batch) -> Tensor:
     return values.flatten(1).sum(1) if values.dim() > 1 else values
 
 
-def query_measurement(task: Task, model: nn.Module, query: Query) -> Tensor:
-    """phi [] of a query, on the model's device: `task.query_measurement`, by default sum_k coefficients[k] * measurement_k.
+def query_measurement(
+    task: Task, model: nn.Module, query: Query, place: Callable[[Batch], Batch] | None = None
+) -> Tensor:
+    """phi [] of a query: `task.query_measurement`, by default sum_k coefficients[k] * measurement_k.
 
-    The query's examples are a batch of their own, so no padding to the training batches' width.
+    The query's examples are a batch of their own, so no padding to the training batches' width. `place` moves the batch to the model's
+    device and dtype; by default `place_like` does.
     """
     method = getattr(task, "query_measurement", None)
     if method is not None:
         value: Tensor = method(model, query)
         return value
-    values = measurement(task, model, on_device(task.collate(query.examples), model_device(model)))
+    batch = task.collate(query.examples)
+    values = measurement(task, model, place_like(model, batch) if place is None else place(batch))
     return (values * values.new_tensor(query.coefficients)).sum()
 
 
@@ -195,11 +197,13 @@ def render(task: Task, example: Any) -> str | Image:
     return shown
 
 
-def on_device(batch: Batch, device: torch.device | str) -> Batch:
-    """The batch with every tensor on the device; anything else in it as it is."""
-    return tree_map(lambda leaf: leaf.to(device) if isinstance(leaf, Tensor) else leaf, batch)
+def place_like(model: nn.Module, batch: Batch) -> Batch:
+    """The batch on the device of the model's first parameter, float tensors in its dtype; anything else in it as it is."""
+    like = next(model.parameters())
 
+    def move(leaf: Any) -> Any:
+        if not isinstance(leaf, Tensor):
+            return leaf
+        return leaf.to(like.device, like.dtype if leaf.is_floating_point() else leaf.dtype)
 
-def model_device(model: nn.Module) -> torch.device:
-    """The device of the model's first parameter."""
-    return next(model.parameters()).device
+    return tree_map(move, batch)

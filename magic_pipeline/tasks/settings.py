@@ -30,3 +30,17 @@ def check_fraction(name: str, value: Any) -> float:
     if isinstance(value, bool) or not isinstance(value, (int, float)) or not 0 <= value < 1:
         raise InputError(f"expected a number from 0 to below 1, found {value!r}", field=f"task.{name}")
     return float(value)
+
+
+def check_flag(name: str, value: Any) -> bool:
+    """The value, if it is true or false."""
+    if not isinstance(value, bool):
+        raise InputError(f"expected true or false, found {value!r}", field=f"task.{name}")
+    return value
+
+
+def check_texts(name: str, value: Any) -> list[str]:
+    """The value as a list, if it is a list of at least one string."""
+    if not isinstance(value, (list, tuple)) or not value or not all(isinstance(item, str) for item in value):
+        raise InputError(f"expected a list of texts, found {value!r}", field=f"task.{name}")
+    return list(value)
