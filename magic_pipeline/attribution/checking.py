@@ -1,0 +1,86 @@
+"""What is checked before training, so that a run that cannot end well costs seconds and not hours."""
+
+from __future__ import annotations
+
+import logging
+from typing import Any
+
+import torch
+from torch import nn
+
+from magic_pipeline.attribution.opening import OpenExperiment, measure
+from magic_pipeline.errors import InputError
+from magic_pipeline.metagradient.optimizers import AdamW
+from magic_pipeline.metagradient.probe import ProbeReport, probe
+from magic_pipeline.tasks.datasets import content_digest
+
+logger = logging.getLogger("magic_pipeline.attribution")
+
+# A float64 copy with its graph takes about this many times the parameters' bytes; above the limit the probe stays in float32.
+_PROBE_LIMIT_BYTES = 2 * 1024**3
+
+
+def check_before_training(opened: OpenExperiment) -> ProbeReport:
+    """The numerical probe, the determinism of the data, and every query's measurement.
+
+    Raises:
+        InputError: naming what is wrong.
+    """
+    warn_about_fragile_settings(opened)
+    _check_determinism(opened)
+    _check_queries(opened)
+    state, model = opened.initial_state, opened.recipe.model
+    bytes_in_float64 = 8 * sum(tensor.numel() for tensor in state.params.values())
+    first = opened.queries[0].query
+
+    def measurement(module: nn.Module, place: Any) -> torch.Tensor:
+        return measure(opened.task, module, first, place)
+
+    report = probe(
+        opened.module,
+        opened.data(0)[0],
+        example_losses=opened.task.example_losses,
+        measurement=measurement,
+        train_mode=model.train_mode,
+        dtype=torch.float64 if bytes_in_float64 < _PROBE_LIMIT_BYTES else torch.float32,
+        device=model.device,
+    )
+    worst = max(report.errors, key=lambda name: report.errors[name])
+    logger.info("probe: %s is at most %.1e off central differences", worst, report.errors[worst])
+    if not report.batchable:
+        logger.warning("an operation of the model cannot be batched over queries: they are pulled back one at a time")
+    return report
+
+
+def warn_about_fragile_settings(opened: OpenExperiment) -> None:
+    """Says what is known to make scores fragile, before hours are spent on them."""
+    optimizer, model = opened.recipe.optimizer, opened.recipe.model
+    if isinstance(optimizer, AdamW) and optimizer.eps_root < 1e-12:
+        logger.warning(
+            "training.optimizer.eps_root is %g: scores of coordinates with tiny gradients are fragile (changes of 1-2 %% with the "
+            "number of threads were seen at 1e-17); 1e-8 is the default",
+            optimizer.eps_root,
+        )
+    if model.draws_randomly:
+        logger.warning("dropout is active: scores are exact for these very draws, but may predict retraining poorly")
+
+
+def _check_determinism(opened: OpenExperiment) -> None:
+    indices = opened.order[0][:2]
+    examples = [opened.dataset[index] for index in indices]
+    again = [opened.dataset[index] for index in indices]
+    if content_digest(opened.task.collate(examples)) != content_digest(opened.task.collate(again)):
+        raise InputError(
+            f"the same examples ({', '.join(opened.dataset.ids[i] for i in indices)}) gave two different batches; the dataset and collate "
+            "must be deterministic (draw from a generator seeded by the example)",
+            field="task",
+        )
+
+
+def _check_queries(opened: OpenExperiment) -> None:
+    state = opened.initial_state
+    with torch.no_grad():
+        for query in opened.queries:
+            value = float(opened.phi(query, state.params, state.buffers))
+            if value != value or value in (float("inf"), float("-inf")):
+                raise InputError(f"its measurement of the untrained model is {value}", field=f"query {query.id!r}")

@@ -1,0 +1,57 @@
+"""Where an experiment's objects lie in the store. Paths only; no torch, no I/O.
+
+```
+{experiment}/{training fingerprint}/
+   experiment.json          what the fingerprint was made from; queries.json: ids, keys, digests
+   ledger/                  one create-only object before each segment of work
+   trajectory/              a chain: the states at segment boundaries
+   queries/{key}/{digest}/  a chain per query: its walk; plans/: its walk plans
+   scores/                  one Parquet a query; matrix/: all of them
+```
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True)
+class Layout:
+    """The paths of one training fingerprint."""
+
+    experiment: str
+    fingerprint: str
+
+    @property
+    def root(self) -> str:
+        return f"{self.experiment}/{self.fingerprint}"
+
+    @property
+    def description(self) -> str:
+        return f"{self.root}/experiment.json"
+
+    @property
+    def queries(self) -> str:
+        return f"{self.root}/queries.json"
+
+    @property
+    def ledger(self) -> str:
+        return f"{self.root}/ledger"
+
+    @property
+    def trajectory(self) -> str:
+        return f"{self.root}/trajectory"
+
+    def query(self, key: str, digest: str) -> str:
+        return f"{self.root}/queries/{key}/{digest}"
+
+    def plans(self, key: str, digest: str) -> str:
+        return f"{self.query(key, digest)}/plans"
+
+    @property
+    def scores(self) -> str:
+        return f"{self.root}/scores"
+
+    @property
+    def matrix(self) -> str:
+        return f"{self.root}/scores/matrix"

@@ -1,0 +1,308 @@
+"""An experiment opened: its task, model, data order, fingerprint and store, with everything checked that can be checked now.
+
+Opening reads and checks; it writes nothing.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from magic_pipeline.attribution.data_order import Order, batch_order, read_numbers
+from magic_pipeline.attribution.experiment import Experiment, recipe_content
+from magic_pipeline.attribution.experiment_settings import AdamWSettings, TableSchedule
+from magic_pipeline.attribution.layout import Layout
+from magic_pipeline.attribution.queries import partition_keys
+from magic_pipeline.checkpoints.chain import Chain
+from magic_pipeline.checkpoints.digests import fingerprint, tensors_digest
+from magic_pipeline.checkpoints.store import Store
+from magic_pipeline.errors import InputError
+from magic_pipeline.metagradient.model import FunctionalModel
+from magic_pipeline.metagradient.numerics import shard_seed
+from magic_pipeline.metagradient.optimizers import SGD, AdamW, Optimizer
+from magic_pipeline.metagradient.schedules import learning_rates
+from magic_pipeline.metagradient.state import TrainState
+from magic_pipeline.metagradient.step import Recipe, Shard
+from magic_pipeline.tasks import protocol
+from magic_pipeline.tasks.datasets import content_digest
+from magic_pipeline.tasks.protocol import Dataset, Query, QuerySource, Task
+
+SCHEMA = 1
+
+
+@dataclass(frozen=True)
+class OpenQuery:
+    """A query with its partition key and the digest of its content."""
+
+    id: str
+    key: str
+    digest: str
+    query: Query
+
+
+@dataclass(frozen=True)
+class OpenExperiment:
+    """Everything that training, walks and reports of one experiment share.
+
+    Attributes:
+        recipe: how to make every step.
+        initial_state: the state before step 0.
+        order: the example indices of every step.
+        dataset: the training examples.
+        units: the ids that get a score each, in the order of their first example.
+        unit_of_example: `[examples]` int64, the score row of each example.
+        queries: in the task's order.
+        fingerprint: sha256 of all that changes the trained model's numbers; `facts` in readable form.
+    """
+
+    experiment: Experiment
+    task: Task
+    module: nn.Module
+    recipe: Recipe
+    initial_state: TrainState
+    order: Order
+    dataset: Dataset
+    units: tuple[str, ...]
+    unit_of_example: Tensor
+    queries: tuple[OpenQuery, ...]
+    store: Store
+    fingerprint: str
+    facts: Mapping[str, Any]
+
+    @property
+    def steps(self) -> int:
+        return len(self.order)
+
+    @property
+    def layout(self) -> Layout:
+        return Layout(self.experiment.storage_folder, self.fingerprint)
+
+    @property
+    def folder(self) -> str:
+        return self.layout.root
+
+    @cached_property
+    def trajectory_chain(self) -> Chain:
+        return Chain(self.store, self.layout.trajectory)
+
+    def query_chain(self, query: OpenQuery) -> Chain:
+        return Chain(self.store, self.layout.query(query.key, query.digest))
+
+    def query(self, key: str) -> OpenQuery:
+        """The query of a partition key.
+
+        Raises:
+            InputError: the experiment has no such query.
+        """
+        for query in self.queries:
+            if query.key == key:
+                return query
+        raise InputError(f"the experiment {self.experiment.name} has no query with the key {key!r}", field="queries")
+
+    def data(self, step: int) -> tuple[Shard, ...]:
+        """The shards of a step: its batch cut into micro-batches."""
+        batch, size = self.order[step], self.experiment.training.microbatch_size
+        size = size or len(batch)
+        cuts = [batch[at : at + size] for at in range(0, len(batch), size)]
+        return tuple(self._shard(step, number, indices) for number, indices in enumerate(cuts))
+
+    def phi(self, query: OpenQuery, params: Mapping[str, Tensor], buffers: Mapping[str, Tensor]) -> Tensor:
+        """The query's measurement [], differentiable in params and buffers; eval mode, a batch of its own."""
+        model = self.recipe.model
+        return model.measurement(params, buffers, lambda module: measure(self.task, module, query.query, model.place))
+
+    def _shard(self, step: int, number: int, indices: Sequence[int]) -> Shard:
+        batch = self.task.collate([self.dataset[index] for index in indices])
+        return Shard(
+            batch=batch,
+            units=self.unit_of_example[list(indices)],
+            denominator=protocol.denominator(self.task, batch),
+            seed=shard_seed(self.experiment.training.seed, step, 0, number),
+        )
+
+
+def measure(task: Task, module: nn.Module, query: Query, place: Any) -> Tensor:
+    """phi of a query with its batch placed on the model's device and in its dtype."""
+    value = protocol.query_measurement(task, module, query, place)
+    if value.dim() != 0:
+        raise InputError(f"the measurement gave {list(value.shape)}; expected a scalar", field=f"query {query.id!r}")
+    return value
+
+
+def open_experiment(experiment: Experiment) -> OpenExperiment:
+    """Builds the task, the model and the data order, and computes the fingerprint.
+
+    Raises:
+        InputError: anything in the experiment, its files, its task or its queries is wrong.
+    """
+    with torch.random.fork_rng(devices=[]):
+        return _open(experiment)
+
+
+def _open(experiment: Experiment) -> OpenExperiment:
+    training, queries_setting = experiment.training, experiment.queries
+    source = None
+    if queries_setting.file is not None or queries_setting.split is not None:
+        file = None if queries_setting.file is None else experiment.resolve(queries_setting.file)
+        source = QuerySource(file=file, split=queries_setting.split, count=queries_setting.count)
+    task = protocol.load_task(experiment.task.type, experiment.task.settings, folder=experiment.folder, queries=source)
+    torch.manual_seed(training.seed)
+    module = task.build_model()
+    if experiment.init is not None:
+        load_initial_weights(module, experiment.resolve(experiment.init))
+    dataset = task.training_data()
+    order = batch_order(experiment, len(dataset))
+    units = tuple(dict.fromkeys(dataset.ids))
+    rows = {unit: row for row, unit in enumerate(units)}
+    model = FunctionalModel(
+        _copy(module),
+        example_losses=task.example_losses,
+        train_mode=training.mode == "train",
+        dtype=getattr(torch, training.dtype),
+        device=choose_device(experiment.device),
+    )
+    recipe = Recipe(model, _optimizer(experiment), _learning_rates(experiment, len(order)), training.clip_norm)
+    first = task.collate([dataset[index] for index in order[0][: training.microbatch_size or len(order[0])]])
+    initial = model.initial_state(recipe.optimizer, first)
+    facts = _training_facts(experiment, task, recipe, initial, dataset, order)
+    return OpenExperiment(
+        experiment=experiment,
+        task=task,
+        module=module,
+        recipe=recipe,
+        initial_state=initial,
+        order=order,
+        dataset=dataset,
+        units=units,
+        unit_of_example=torch.tensor([rows[unit] for unit in dataset.ids], dtype=torch.int64),
+        queries=_open_queries(task),
+        store=Store(experiment.storage_url, options=experiment.storage_options or None),
+        fingerprint=fingerprint(facts),
+        facts=facts,
+    )
+
+
+def _copy(module: nn.Module) -> nn.Module:
+    import copy
+
+    return copy.deepcopy(module)
+
+
+def choose_device(wanted: str) -> torch.device:
+    """The one place where the device is chosen.
+
+    Raises:
+        InputError: a GPU is asked for and there is none.
+    """
+    if wanted == "cuda" and not torch.cuda.is_available():
+        raise InputError("cuda is asked for, but torch finds no GPU", field="device")
+    if wanted == "auto":
+        wanted = "cuda" if torch.cuda.is_available() else "cpu"
+    return torch.device(wanted)
+
+
+def _optimizer(experiment: Experiment) -> Optimizer:
+    settings = experiment.training.optimizer
+    if isinstance(settings, AdamWSettings):
+        return AdamW(settings.betas, settings.eps, settings.eps_root, settings.weight_decay)
+    return SGD(settings.momentum, settings.nesterov, settings.weight_decay)
+
+
+def _learning_rates(experiment: Experiment, steps: int) -> tuple[float, ...]:
+    settings, lr = experiment.training.schedule, experiment.training.optimizer.lr
+    if not isinstance(settings, TableSchedule):
+        return learning_rates(settings.name, lr=lr, steps=steps, warmup_steps=settings.warmup_steps)
+    file = experiment.resolve(settings.values)
+    values = read_numbers(file, "training.schedule.values")
+    if not isinstance(values, list) or not all(isinstance(v, int | float) and not isinstance(v, bool) for v in values):
+        raise InputError("should hold one number per training step", file=file, field="training.schedule.values")
+    return learning_rates("table", lr=lr, steps=steps, values=values)
+
+
+def load_initial_weights(module: nn.Module, file: Path) -> None:
+    """Copies a `.pt`, `.safetensors` or `.npz` file of parameters and buffers into the module; tied weights may be given once.
+
+    Raises:
+        InputError: a name or shape does not fit, or a trainable parameter is missing.
+    """
+    weights = _read_weights(file)
+    own = {**dict(module.named_parameters(remove_duplicate=False)), **dict(module.named_buffers(remove_duplicate=False))}
+    unknown = sorted(weights.keys() - own.keys())
+    if unknown:
+        raise InputError(f"{unknown[0]!r} is no parameter or buffer of the model", file=file, field="init")
+    given = {id(own[name]) for name in weights}
+    missing = [n for n, p in module.named_parameters() if p.requires_grad and id(p) not in given]
+    if missing:
+        raise InputError(f"the trainable parameter {missing[0]!r} is missing (of {len(missing)})", file=file, field="init")
+    for name, value in weights.items():
+        if value.shape != own[name].shape:
+            raise InputError(
+                f"{name!r} should have the shape {list(own[name].shape)}, found {list(value.shape)}", file=file, field="init"
+            )
+        with torch.no_grad():
+            # Replaced, not copied into: a float64 weight must not pass through a float32 model on its way to a float64 run.
+            own[name].data = value.to(own[name].device) if value.is_floating_point() else value.to(own[name])
+
+
+def _read_weights(file: Path) -> dict[str, Tensor]:
+    try:
+        if file.suffix == ".npz":
+            import numpy as np
+
+            with np.load(file, allow_pickle=False) as arrays:
+                return {name: torch.from_numpy(arrays[name]) for name in arrays.files}
+        if file.suffix == ".safetensors":
+            from safetensors.torch import load_file
+
+            return dict(load_file(file))
+        content = torch.load(file, map_location="cpu", weights_only=True)
+    except ImportError as error:
+        raise InputError("needs the package safetensors, part of the extra hf", file=file, field="init") from error
+    except Exception as error:
+        raise InputError(f"cannot be read as {file.suffix}: {error}", file=file, field="init") from error
+    if not isinstance(content, dict) or not all(isinstance(value, Tensor) for value in content.values()):
+        raise InputError("should hold a state dict: names and tensors", file=file, field="init")
+    return content
+
+
+def _training_facts(
+    experiment: Experiment, task: Task, recipe: Recipe, initial: TrainState, dataset: Dataset, order: Order
+) -> dict[str, Any]:
+    model = recipe.model
+    random = model.draws_randomly
+    content = recipe_content(experiment, split_matters=random or model.uses_batch_statistics)
+    content["task"]["version"] = str(getattr(task, "version", "1"))
+    content |= {
+        "schema": SCHEMA,
+        "initial_weights": tensors_digest(initial.flat() | _constants(model)),
+        "data": dataset.digest,
+        "order": fingerprint({"batches": order}),
+        "learning_rates": fingerprint({"values": recipe.learning_rates}),
+    }
+    if random:
+        # CPU and CUDA draw different numbers from one seed.
+        content["device_kind"] = model.device.type
+    return content
+
+
+def _constants(model: FunctionalModel) -> dict[str, Tensor]:
+    """Frozen parameters and buffers: they are in no state but change its numbers."""
+    named = {**dict(model.module.named_parameters()), **dict(model.module.named_buffers())}
+    return {f"constants/{name}": tensor.detach() for name, tensor in named.items() if name not in model.params}
+
+
+def _open_queries(task: Task) -> tuple[OpenQuery, ...]:
+    queries = list(task.queries())
+    keys = partition_keys(query.id for query in queries)
+    opened = []
+    for query in queries:
+        batch = task.collate(query.examples)
+        content = {"batch": batch, "coefficients": list(query.coefficients)}
+        opened.append(OpenQuery(query.id, keys[query.id], content_digest(content)[:32], query))
+    return tuple(opened)

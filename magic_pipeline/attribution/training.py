@@ -1,0 +1,147 @@
+"""Training: the steps of the run, sealed at every segment boundary, resumed from the newest sealed one."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping, Sequence
+from importlib.metadata import PackageNotFoundError, version
+from typing import Any
+
+import torch
+
+import magic_pipeline
+from magic_pipeline.attribution.checking import check_before_training
+from magic_pipeline.attribution.describing import describe
+from magic_pipeline.attribution.ledger import record_training
+from magic_pipeline.attribution.observing import CheckpointSealed, Observe, ShouldStop, TrainingProgress, never, unobserved
+from magic_pipeline.attribution.opening import OpenExperiment
+from magic_pipeline.attribution.progress import Pace
+from magic_pipeline.attribution.trajectory import (
+    LOSSES,
+    STATE,
+    Trajectory,
+    from_completion,
+    sealed_trajectory,
+    to_device,
+    trajectory_digest,
+    trajectory_expectation,
+)
+from magic_pipeline.checkpoints.chain import Checkpoint
+from magic_pipeline.checkpoints.digests import tensors_digest
+from magic_pipeline.checkpoints.lease import Lease
+from magic_pipeline.errors import InterruptedWalkError, NonFiniteError
+from magic_pipeline.metagradient.numerics import exact_numerics
+from magic_pipeline.metagradient.segments import segment_boundaries
+from magic_pipeline.metagradient.state import TrainState
+from magic_pipeline.metagradient.step import train_step
+
+
+def train(opened: OpenExperiment, *, observe: Observe = unobserved, should_stop: ShouldStop = never) -> Trajectory:
+    """Trains to the end, going on from the newest sealed boundary; returns at once what is finished.
+
+    Raises:
+        InputError: the model, its data or a query is wrong; found before the first step.
+        NonFiniteError: a loss or gradient is NaN or infinite; names the step.
+        HeldError: another live process trains this.
+        InterruptedWalkError: `should_stop` said so; the boundary reached last is sealed.
+    """
+    finished = sealed_trajectory(opened)
+    if finished is not None:
+        return finished
+    with opened.trajectory_chain.take() as lease:
+        lease.discard_unfinished()
+        describe(opened)
+        return _Training(opened, lease, observe, should_stop).run()
+
+
+class _Training:
+    def __init__(self, opened: OpenExperiment, lease: Lease, observe: Observe, should_stop: ShouldStop) -> None:
+        self.opened, self.lease, self.observe, self.should_stop = opened, lease, observe, should_stop
+        self.losses: list[float] = []
+        self.state_digests: list[str] = []
+        self.pace = Pace()
+
+    def run(self) -> Trajectory:
+        newest = self._resumable()
+        if newest is None:
+            setting = self.opened.experiment.attribution.segment_steps
+            self.boundaries = segment_boundaries(self.opened.steps, None if setting == "auto" else setting)
+            self.threads = chosen_threads(self.opened)
+            with exact_numerics(self.threads):
+                check_before_training(self.opened)
+            state = self.opened.initial_state
+        else:
+            # The plan is the sealed one: settings may have changed since.
+            self.boundaries, self.threads = tuple(newest.facts["boundaries"]), newest.facts["threads"]
+            self.losses = newest.tensors(LOSSES)["losses"].tolist()
+            self.state_digests = list(newest.facts["state_digests"])
+            state = to_device(TrainState.from_flat(newest.step, newest.tensors(STATE)), self.opened.recipe.model.device)
+        resumed_from = state.step
+        with exact_numerics(self.threads):
+            if newest is None:
+                self._seal(state)
+            for stop in (boundary for boundary in self.boundaries if boundary > state.step):
+                record_training(self.opened.store, self.opened.layout, state.step, stop)
+                state = self._segment(state, stop, resumed_from)
+                self._seal(state)
+        complete = self.lease.complete({LOSSES: self._losses()}, self._facts())
+        return from_completion(complete, resumed_from=resumed_from)
+
+    def _resumable(self) -> Checkpoint | None:
+        return self.opened.trajectory_chain.newest(trajectory_expectation(self.opened), order="highest")
+
+    def _segment(self, state: TrainState, stop: int, resumed_from: int) -> TrainState:
+        for step in range(state.step, stop):
+            if self.should_stop():
+                self._seal(state)
+                raise InterruptedWalkError(f"training stopped before step {step}, as asked; a rerun goes on from there")
+            state, record = train_step(self.opened.recipe, state, self.opened.data(step))
+            self.losses.append(record.loss)
+            rate, left = self.pace.step(self.opened.steps - step - 1)
+            self.observe(TrainingProgress(step + 1, self.opened.steps, record.loss, rate, left, resumed_from))
+        return state
+
+    def _seal(self, state: TrainState) -> None:
+        """Seals a boundary, or where training was asked to stop, the state in between."""
+        flat = state.flat()
+        bad = [name for name, tensor in flat.items() if not torch.isfinite(tensor).all()]
+        if bad:
+            raise NonFiniteError(f"the state of step {state.step} is not finite in {bad[0]} (and {len(bad) - 1} more)")
+        digest = tensors_digest(flat)
+        if state.step in self.boundaries[len(self.state_digests) :]:
+            self.state_digests.append(digest)
+        sealed = self.lease.seal(state.step, {STATE: flat, LOSSES: self._losses()}, self._facts() | {"state": digest})
+        self.observe(CheckpointSealed(None, state.step, sum(blob.size for blob in sealed.blobs.values())))
+
+    def _losses(self) -> Mapping[str, torch.Tensor]:
+        return {"losses": torch.tensor(self.losses, dtype=torch.float64)}
+
+    def _facts(self) -> dict[str, Any]:
+        reached: Sequence[int] = self.boundaries[: len(self.state_digests)]
+        return trajectory_expectation(self.opened) | {
+            "boundaries": self.boundaries,
+            "state_digests": self.state_digests,
+            "trajectory": trajectory_digest(reached, self.state_digests),
+            "threads": self.threads,
+            "device": self.opened.recipe.model.device.type,
+            "versions": versions(),
+        }
+
+
+def chosen_threads(opened: OpenExperiment) -> int:
+    """`attribution.threads`; auto takes the CPUs that this process may use, so that nothing ambient changes bits."""
+    setting = opened.experiment.attribution.threads
+    if setting != "auto":
+        return int(setting)
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+
+
+def versions() -> dict[str, str]:
+    """Versions of what can change a last bit, and of this project."""
+    found = {"magic_pipeline": magic_pipeline.__version__, "torch": torch.__version__}
+    for package in ("numpy", "transformers", "peft"):
+        try:
+            found[package] = version(package)
+        except PackageNotFoundError:
+            continue
+    return found

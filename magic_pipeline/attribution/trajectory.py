@@ -1,0 +1,163 @@
+"""The sealed trajectory: the states at segment boundaries, read back so that a damaged one is replaced by replaying to it."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from magic_pipeline.attribution.opening import OpenExperiment
+from magic_pipeline.checkpoints.chain import Checkpoint
+from magic_pipeline.checkpoints.digests import fingerprint, tensors_digest
+from magic_pipeline.errors import MagicError, TrajectoryMismatchError
+from magic_pipeline.metagradient.state import TrainState
+from magic_pipeline.metagradient.step import train_step
+
+logger = logging.getLogger("magic_pipeline.attribution")
+
+STATE, LOSSES = "rank0", "losses"
+# A state that was computed again may differ from the sealed one by rounding (other threads, hardware or versions) and no more.
+# Relative to the largest value of each tensor.
+TOLERANCE = {torch.float64: 1e-9, torch.float32: 1e-3}
+
+
+@dataclass(frozen=True)
+class Trajectory:
+    """A finished training run.
+
+    Attributes:
+        digest: over the contents of all boundary states.
+        losses: of every step.
+        resumed_from: the step that this process started at; `steps` where all was there already.
+        boundaries: the steps whose states are sealed.
+        state_digests: of the state at each boundary, whatever file holds it.
+        threads: CPU threads that it was made with, and that a replay takes.
+    """
+
+    digest: str
+    losses: Sequence[float]
+    steps: int
+    resumed_from: int
+    boundaries: tuple[int, ...]
+    state_digests: tuple[str, ...]
+    threads: int
+    versions: Mapping[str, str]
+
+
+def trajectory_expectation(opened: OpenExperiment) -> dict[str, Any]:
+    """The facts that make a checkpoint one of this experiment's training."""
+    return {"training": opened.fingerprint}
+
+
+def trajectory_digest(boundaries: Sequence[int], state_digests: Sequence[str]) -> str:
+    """One digest over the contents of the boundary states."""
+    return fingerprint({"states": [[step, digest] for step, digest in zip(boundaries, state_digests, strict=True)]})
+
+
+def sealed_trajectory(opened: OpenExperiment) -> Trajectory | None:
+    """The finished trajectory; None where training is not complete."""
+    complete = opened.trajectory_chain.completed(trajectory_expectation(opened))
+    return None if complete is None else from_completion(complete, resumed_from=opened.steps)
+
+
+def required_trajectory(opened: OpenExperiment) -> Trajectory:
+    """The finished trajectory.
+
+    Raises:
+        MagicError: training is not complete; says what to do.
+    """
+    trajectory = sealed_trajectory(opened)
+    if trajectory is None:
+        raise MagicError(
+            f"experiment {opened.experiment.name}: there is no finished training trajectory in {opened.store.url}/{opened.folder}; "
+            "materialize training_trajectory (or call train) first"
+        )
+    return trajectory
+
+
+def from_completion(complete: Checkpoint, *, resumed_from: int) -> Trajectory:
+    facts = complete.facts
+    losses = complete.tensors(LOSSES)["losses"].tolist()
+    return Trajectory(
+        facts["trajectory"],
+        losses,
+        len(losses),
+        resumed_from,
+        tuple(facts["boundaries"]),
+        tuple(facts["state_digests"]),
+        facts["threads"],
+        facts["versions"],
+    )
+
+
+def state_at(opened: OpenExperiment, trajectory: Trajectory, step: int) -> TrainState:
+    """The state at a boundary: sealed, or where that is damaged, replayed from the boundary before and compared with its digest."""
+    position = trajectory.boundaries.index(step)
+    checkpoint = opened.trajectory_chain.load(
+        step, trajectory_expectation(opened) | {"state": trajectory.state_digests[position]}
+    )
+    if checkpoint is not None:
+        return to_device(TrainState.from_flat(step, checkpoint.tensors(STATE)), opened.recipe.model.device)
+    if position == 0:
+        state = opened.initial_state
+    else:
+        before = trajectory.boundaries[position - 1]
+        logger.warning("the state of step %d cannot be read; it is computed again from step %d", step, before)
+        state = state_at(opened, trajectory, before)
+        for replayed in range(before, step):
+            state, _ = train_step(opened.recipe, state, opened.data(replayed))
+    check_state(opened, trajectory, state)
+    return state
+
+
+def check_state(opened: OpenExperiment, trajectory: Trajectory, state: TrainState) -> None:
+    """Compares a state that was computed again with the sealed boundary.
+
+    Any difference is warned about with its size.
+
+    Raises:
+        TrajectoryMismatchError: it is beyond rounding, or cannot be measured since the sealed state is damaged.
+    """
+    if state.step not in trajectory.boundaries:
+        return
+    expected = trajectory.state_digests[trajectory.boundaries.index(state.step)]
+    if tensors_digest(state.flat()) == expected:
+        return
+    sealed = opened.trajectory_chain.load(state.step, trajectory_expectation(opened) | {"state": expected})
+    if sealed is None:
+        raise TrajectoryMismatchError(
+            f"step {state.step}: the state computed again differs from the one that was sealed, which cannot be read any more"
+        )
+    size = _difference(state, TrainState.from_flat(state.step, sealed.tensors(STATE)))
+    tolerance = TOLERANCE[opened.recipe.model.dtype]
+    if not size <= tolerance:
+        raise TrajectoryMismatchError(
+            f"step {state.step}: the state computed again is {size:.2g} off the sealed one (relative; tolerance {tolerance:.0e}): the "
+            "walk would be of another training run. Was it made on other hardware, with other versions or non-deterministic kernels?"
+        )
+    logger.warning(
+        "step %d: the state computed again is %.2g off the sealed one (relative): scores are exact to rounding, not to the last bit",
+        state.step,
+        size,
+    )
+
+
+def to_device(state: TrainState, device: torch.device) -> TrainState:
+    """The state on `device`."""
+    return TrainState.from_flat(state.step, {name: tensor.to(device) for name, tensor in state.flat().items()})
+
+
+def _difference(state: TrainState, sealed: TrainState) -> float:
+    worst = 0.0
+    mine, theirs = state.flat(), sealed.flat()
+    if mine.keys() != theirs.keys():
+        return float("inf")
+    for name, tensor in mine.items():
+        other = theirs[name].to(tensor)
+        scale = float(other.abs().max()) if other.numel() else 0.0
+        off = float((tensor - other).abs().max()) if other.numel() else 0.0
+        worst = max(worst, off / scale if scale > 0 else off) if off == off else float("inf")
+    return worst

@@ -1,0 +1,224 @@
+"""Chooses a new cohort's plan: how many queries are walked together, how wide a batched call is, how many states are held.
+
+Widths are measured on this machine, not assumed: a wide call pays for large layers, one lane at a time for narrow models with many
+tokens. What is chosen is sealed in the walk plan, so that a resumed walk cannot choose differently.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import psutil
+import torch
+from torch import Tensor
+
+from magic_pipeline.attribution.opening import OpenExperiment
+from magic_pipeline.attribution.training import versions
+from magic_pipeline.attribution.trajectory import Trajectory, state_at
+from magic_pipeline.attribution.walk_plan import WalkPlan
+from magic_pipeline.errors import InputError
+from magic_pipeline.metagradient.pullback import pull_back, shard_graph
+from magic_pipeline.metagradient.segments import save_steps
+from magic_pipeline.metagradient.state import Cotangent, TrainState
+from magic_pipeline.metagradient.step import Shard, StepRecord, total_denominator, train_step
+
+logger = logging.getLogger("magic_pipeline.attribution")
+
+# Beyond this the shared graph is under 4 % of a query's cost; Dagster runs are kept to tens of queries.
+MOST_LANES = 32
+# What `memory_budget: auto` takes of the memory that is free.
+_AUTO_SHARE = 0.6
+# A chunk's transients per lane, as measured on GPT-2-like models: passes over the parameters, and a share of the graph.
+_PARAM_PASSES_PER_LANE, _GRAPH_SHARE_PER_LANE = 2.7, 0.9
+
+
+@dataclass(frozen=True)
+class StepSizes:
+    """Bytes of what a walk holds.
+
+    Attributes:
+        state: params, slots and buffers.
+        params: the trainable parameters.
+        record: a rematerialised step: its state and gradient.
+        graph: the double-backward graph of the largest micro-batch.
+    """
+
+    state: int
+    params: int
+    record: int
+    graph: int
+
+    def lane(self, chunked: int, lanes: int) -> int:
+        """All of a walk's bytes but the held steps, for `lanes` lanes pulled `chunked` at a time."""
+        transients = chunked * int(_PARAM_PASSES_PER_LANE * self.params + _GRAPH_SHARE_PER_LANE * self.graph)
+        return self.graph + 2 * lanes * self.state + transients
+
+
+def plan_cohorts(opened: OpenExperiment, trajectory: Trajectory, keys: Sequence[str]) -> list[WalkPlan]:
+    """Plans for queries that have none, in cohorts of their order."""
+    if not keys:
+        return []
+    state = state_at(opened, trajectory, trajectory.boundaries[-2])
+    shards = opened.data(state.step)
+    _, record = train_step(opened.recipe, state, shards)
+    sizes = measure_sizes(opened, record, shards)
+    budget = memory_budget(opened)
+    wanted = opened.experiment.attribution.query_batch
+    lanes = min(len(keys), MOST_LANES) if wanted == "auto" else min(len(keys), int(wanted))
+    while lanes > 1 and sizes.lane(1, lanes) + 2 * sizes.record > budget:
+        lanes = (lanes + 1) // 2
+    chunk = _chunk(opened, record, shards, lanes, sizes, budget)
+    groups = [tuple(keys[at : at + lanes]) for at in range(0, len(keys), lanes)]
+    return [_plan(opened, trajectory, group, chunk, sizes, budget) for group in groups]
+
+
+def _plan(
+    opened: OpenExperiment,
+    trajectory: Trajectory,
+    cohort: tuple[str, ...],
+    chunk: int,
+    sizes: StepSizes,
+    budget: int,
+) -> WalkPlan:
+    chunk = min(chunk, len(cohort))
+    lanes = -(-len(cohort) // chunk) * chunk
+    longest = max(b - a for a, b in zip(trajectory.boundaries, trajectory.boundaries[1:], strict=False))
+    hold = (budget - sizes.lane(chunk, lanes)) // max(1, sizes.record)
+    return WalkPlan(
+        cohort=cohort,
+        lanes=lanes,
+        chunk=chunk,
+        boundaries=trajectory.boundaries,
+        save_steps=save_steps(trajectory.boundaries, opened.experiment.attribution.save_every),
+        hold=None if hold >= longest else max(2, int(hold)),
+        microbatch_size=opened.experiment.training.microbatch_size,
+        threads=trajectory.threads,
+        device=opened.recipe.model.device.type,
+        versions=versions(),
+    )
+
+
+def memory_budget(opened: OpenExperiment) -> int:
+    """Bytes that a walk may take: `attribution.memory_budget`, by default a share of what is free now."""
+    setting = opened.experiment.attribution.memory_budget
+    if setting != "auto":
+        return int(setting)
+    device = opened.recipe.model.device
+    if device.type == "cuda":
+        return int(_AUTO_SHARE * torch.cuda.mem_get_info(device)[0])
+    return int(_AUTO_SHARE * psutil.virtual_memory().available)
+
+
+def measure_sizes(opened: OpenExperiment, record: StepRecord, shards: Sequence[Shard]) -> StepSizes:
+    """Sizes of one step, the graph's by counting what autograd saves for it."""
+    state = record.state
+    params = _bytes(state.params.values())
+    size = params + sum(_bytes(t.values()) for t in state.slots.values()) + _bytes(state.buffers.values())
+    saved: dict[int, int] = {}
+    own = {tensor.untyped_storage().data_ptr() for tensor in state.flat().values()}
+
+    def count(tensor: Tensor) -> Tensor:
+        storage = tensor.untyped_storage()
+        if storage.data_ptr() not in own:
+            saved[storage.data_ptr()] = storage.nbytes()
+        return tensor
+
+    widest = max(range(len(shards)), key=lambda index: len(shards[index].units))
+    with torch.autograd.graph.saved_tensors_hooks(count, lambda tensor: tensor):
+        graph = shard_graph(opened.recipe.model, record, shards[widest], widest, total_denominator(shards, state.step))
+    del graph
+    return StepSizes(size, params, size + params, sum(saved.values()))
+
+
+def _chunk(
+    opened: OpenExperiment, record: StepRecord, shards: Sequence[Shard], lanes: int, sizes: StepSizes, budget: int
+) -> int:
+    """The width with the least time per lane among those that fit; a width that cannot be batched is passed over with a message."""
+    setting = opened.experiment.attribution.chunk
+    widths = _widths(lanes) if setting == "auto" else sorted({1, min(int(setting), lanes)})
+    fitting = [width for width in widths if sizes.lane(width, lanes) + 2 * sizes.record <= budget]
+    if not fitting and opened.experiment.attribution.memory_budget != "auto":
+        raise InputError(
+            f"{budget} bytes are too few for one query: about {sizes.lane(1, 1) + 2 * sizes.record} bytes are needed (graph of a "
+            f"micro-batch {sizes.graph}, state {sizes.state}); raise it or lower training.microbatch_size",
+            field="attribution.memory_budget",
+        )
+    timed: dict[int, float] = {}
+    for width in fitting:
+        try:
+            timed[width] = seconds_per_lane(opened, record, shards, width)
+        except RuntimeError as error:
+            if width == 1:
+                raise
+            logger.warning("queries are pulled back one at a time, since an operation cannot be batched: %s", _first_line(error))
+            break
+    if setting != "auto":
+        return max(timed, default=1)
+    return min(timed, key=lambda width: timed[width], default=1)
+
+
+def _first_line(error: BaseException) -> str:
+    return str(error).strip().partition("\n")[0]
+
+
+def _widths(lanes: int) -> list[int]:
+    """1, 2, 4, ... and the cohort itself, each as even as the cohort allows, so that few lanes are empty."""
+    halves = [lanes]
+    while halves[-1] > 1:
+        halves.append((halves[-1] + 1) // 2)
+    return sorted(set(halves))
+
+
+def seconds_per_lane(opened: OpenExperiment, record: StepRecord, shards: Sequence[Shard], width: int) -> float:
+    """Seconds of one step's pullback per lane, pulled `width` at a time; the better of two tries after a warm-up."""
+    # Two chunks, so that the graph is shared as in the walk and its cost counts the same for every width.
+    lanes = max(2, width)
+    cotangent = _random_cotangent(record.state, lanes)
+    scores = torch.zeros(lanes, len(opened.units), dtype=opened.recipe.model.dtype, device=opened.recipe.model.device)
+    seconds = []
+    for _ in range(3):
+        _synchronise(opened.recipe.model.device)
+        began = time.perf_counter()
+        pull_back(opened.recipe, record, shards, cotangent, scores, chunk=width)
+        _synchronise(opened.recipe.model.device)
+        seconds.append(time.perf_counter() - began)
+    graph_seconds = seconds_of_graph(opened, record, shards)
+    return max(min(seconds[1:]) - graph_seconds, 1e-9) / lanes
+
+
+def seconds_of_graph(opened: OpenExperiment, record: StepRecord, shards: Sequence[Shard]) -> float:
+    """Seconds of building a step's double-backward graphs."""
+    denominator = total_denominator(shards, record.state.step)
+    seconds = []
+    for _ in range(2):
+        began = time.perf_counter()
+        for index, shard in enumerate(shards):
+            shard_graph(opened.recipe.model, record, shard, index, denominator)
+        _synchronise(opened.recipe.model.device)
+        seconds.append(time.perf_counter() - began)
+    return min(seconds)
+
+
+def _random_cotangent(state: TrainState, lanes: int) -> Cotangent:
+    generator = torch.Generator(device=next(iter(state.params.values())).device).manual_seed(0)
+
+    def noise(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
+        return {
+            n: torch.randn(lanes, *t.shape, generator=generator, dtype=t.dtype, device=t.device) for n, t in tensors.items()
+        }
+
+    return Cotangent(
+        noise(dict(state.params)), {slot: noise(dict(t)) for slot, t in state.slots.items()}, noise(dict(state.buffers))
+    )
+
+
+def _synchronise(device: torch.device) -> None:
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+
+
+def _bytes(tensors: object) -> int:
+    return sum(tensor.nbytes for tensor in tensors)  # type: ignore[attr-defined]

@@ -1,0 +1,319 @@
+"""The walk: for each segment from last to first, load, rematerialise, pull back, seal, retire; all queries of a cohort together.
+
+A query that is sealed further along joins when the loop reaches its step. A query whose walk is complete is never touched again.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from magic_pipeline.attribution.describing import describe
+from magic_pipeline.attribution.ledger import most_redone, record_walk
+from magic_pipeline.attribution.observing import (
+    CheckpointSealed,
+    Observe,
+    QueryComplete,
+    ShouldStop,
+    WalkProgress,
+    never,
+    unobserved,
+)
+from magic_pipeline.attribution.opening import OpenExperiment, OpenQuery
+from magic_pipeline.attribution.progress import Pace
+from magic_pipeline.attribution.training import versions
+from magic_pipeline.attribution.trajectory import Trajectory, check_state, required_trajectory, state_at
+from magic_pipeline.attribution.walk_plan import WalkPlan, cohorts, seal_plan, sealed_plan
+from magic_pipeline.attribution.walk_planner import plan_cohorts
+from magic_pipeline.checkpoints.chain import Checkpoint
+from magic_pipeline.checkpoints.digests import fingerprint, tensors_digest
+from magic_pipeline.checkpoints.lease import Lease
+from magic_pipeline.errors import InterruptedWalkError, NonFiniteError
+from magic_pipeline.metagradient.numerics import exact_numerics
+from magic_pipeline.metagradient.state import Cotangent, Tensors, TrainState
+from magic_pipeline.metagradient.step import leaves
+from magic_pipeline.metagradient.walk import Lanes, walk_segment
+
+logger = logging.getLogger("magic_pipeline.attribution")
+
+PART = "rank0"
+
+
+@dataclass(frozen=True)
+class WalkReport:
+    """What a call of `walk` did.
+
+    Attributes:
+        resumed_from: per query that was not complete yet, the step it went on from; None where it started at the end.
+        steps_redone: at most so many steps are made again, since an earlier process began their segment and did not seal it.
+        seconds: of the walk.
+    """
+
+    resumed_from: Mapping[str, int | None]
+    steps_redone: int
+    seconds: float
+
+
+def walk(
+    opened: OpenExperiment, keys: Sequence[str], *, observe: Observe = unobserved, should_stop: ShouldStop = never
+) -> WalkReport:
+    """Walks the queries of these partition keys to step 0; returns at once what is finished.
+
+    Raises:
+        InputError: there is no such query.
+        MagicError: training is not complete.
+        HeldError: another live process walks one of them; nothing was begun.
+        NonFiniteError: a query's cotangent or scores are NaN or infinite; the other queries of its cohort are finished first.
+        TrajectoryMismatchError: a replayed state is not the sealed one.
+        InterruptedWalkError: `should_stop` said so; what was reached is sealed.
+    """
+    trajectory = required_trajectory(opened)
+    describe(opened)
+    pace = Pace()
+    queries = {key: opened.query(key) for key in keys}
+    todo = [q for q in queries.values() if not _is_complete(opened, trajectory, q)]
+    resumed: dict[str, int | None] = {}
+    redone = 0
+    with ExitStack() as held:
+        leases = {query.key: held.enter_context(opened.query_chain(query).take()) for query in todo}
+        members = {query.key: _member(opened, trajectory, query, leases[query.key]) for query in todo}
+        with exact_numerics(trajectory.threads):
+            _plan_the_unplanned(opened, trajectory, members)
+        for plan, in_cohort in cohorts({key: m.plan for key, m in members.items() if m.plan is not None}):
+            cohort = _Cohort(opened, trajectory, plan, [members[key] for key in in_cohort], observe, should_stop)
+            resumed |= {m.query.key: m.sealed.step if m.sealed else None for m in cohort.members}
+            with exact_numerics(plan.threads):
+                cohort.walk()
+            redone += cohort.steps_redone
+    return WalkReport(resumed, redone, pace.seconds)
+
+
+def walk_expectation(opened: OpenExperiment, query: OpenQuery, trajectory: Trajectory) -> dict[str, Any]:
+    """The facts that make a checkpoint one of this query's walk over this trajectory."""
+    return {"training": opened.fingerprint, "query": query.digest, "trajectory": trajectory.digest}
+
+
+def _is_complete(opened: OpenExperiment, trajectory: Trajectory, query: OpenQuery) -> bool:
+    chain, expect = opened.query_chain(query), walk_expectation(opened, query, trajectory)
+    if chain.completed(expect) is None:
+        return False
+    if chain.sealed():
+        # Killed between completing and clearing: what is left over is of no use to anybody.
+        with chain.take() as lease:
+            lease.clear(expect)
+    return True
+
+
+def query_gradient(opened: OpenExperiment, query: OpenQuery, state: TrainState) -> dict[str, Tensor]:
+    """d phi / d state, where the walk begins: zero in the optimizer's slots.
+
+    Raises:
+        NonFiniteError: the measurement or its gradient is NaN or infinite.
+    """
+    flat = Cotangent.zeros(state, 1).lane(0)
+    params, buffers = leaves(state.params), leaves(state.buffers)
+    with torch.enable_grad():
+        phi = opened.phi(query, params, buffers)
+        gradient = torch.autograd.grad(phi, [*params.values(), *buffers.values()], allow_unused=True)
+    for name, part in zip([*(f"params/{n}" for n in params), *(f"buffers/{n}" for n in buffers)], gradient, strict=True):
+        if part is not None:
+            flat[name] = part.detach()
+    if not all(bool(torch.isfinite(part).all()) for part in [phi, *flat.values()]):
+        raise NonFiniteError(f"query {query.id!r}: its measurement ({float(phi.detach())}) or gradient is not finite")
+    return flat
+
+
+@dataclass
+class _Member:
+    """A query in a cohort: where it goes on, and its right to write."""
+
+    query: OpenQuery
+    lease: Lease
+    expect: Mapping[str, Any]
+    sealed: Checkpoint | None
+    plan: WalkPlan | None
+    lane: int = -1
+    saved_at: int | None = None
+
+
+def _member(opened: OpenExperiment, trajectory: Trajectory, query: OpenQuery, lease: Lease) -> _Member:
+    expect = walk_expectation(opened, query, trajectory)
+    lease.discard_unfinished()
+    sealed = lease.chain.newest(expect, order="lowest")
+    if sealed is not None:
+        plan: WalkPlan | None = WalkPlan.from_dict(sealed.facts["plan"])
+    else:
+        plan = sealed_plan(opened.store, opened.layout, query.key, query.digest, trajectory.digest)
+    return _Member(query, lease, expect, sealed, plan)
+
+
+def _plan_the_unplanned(opened: OpenExperiment, trajectory: Trajectory, members: Mapping[str, _Member]) -> None:
+    unplanned = [key for key, member in members.items() if member.plan is None]
+    for plan in plan_cohorts(opened, trajectory, unplanned):
+        for key in plan.cohort:
+            query = members[key].query
+            seal_plan(opened.store, opened.layout, key, query.digest, trajectory.digest, plan)
+            members[key].plan = plan
+
+
+@dataclass
+class _Cohort:
+    """The loop over segments for queries that share a plan."""
+
+    opened: OpenExperiment
+    trajectory: Trajectory
+    plan: WalkPlan
+    members: list[_Member]
+    observe: Observe
+    should_stop: ShouldStop
+    failures: list[NonFiniteError] = field(default_factory=list)
+    steps_redone: int = 0
+
+    def walk(self) -> None:
+        self._warn_where_bits_may_differ()
+        final = state_at(self.opened, self.trajectory, self.trajectory.steps)
+        self.lanes = Lanes.empty(final, self.plan.lanes, len(self.opened.units))
+        self.waiting: dict[str, tuple[int, Callable[[], tuple[Tensors, Tensor]]]] = {}
+        for member in self.members:
+            member.lane = self.plan.lane(member.query.key)
+            self._wait(member, final)
+        self.pace = Pace()
+        self.steps_redone = most_redone(self.opened.store, self.opened.layout, {k: s for k, (s, _) in self.waiting.items()})
+        position = max(step for step, _ in self.waiting.values())
+        while position > 0 and (self.waiting or self._active()):
+            start = max(boundary for boundary in self.plan.boundaries if boundary < position)
+            self._segment(start, position)
+            position = start
+        for member in self._active():
+            self._complete(member)
+        if self.failures:
+            raise self.failures[0]
+
+    def _wait(self, member: _Member, final: TrainState) -> None:
+        """The query joins at the step it is sealed at, or at the end of the run with its gradient."""
+        sealed = member.sealed
+        if sealed is None:
+            self.waiting[member.query.key] = (self.trajectory.steps, lambda: self._fresh(member, final))
+        else:
+            member.saved_at = sealed.step
+            self.waiting[member.query.key] = (sealed.step, lambda: self._resumed(member, sealed))
+
+    def _fresh(self, member: _Member, final: TrainState) -> tuple[Tensors, Tensor]:
+        return query_gradient(self.opened, member.query, final), torch.zeros_like(self.lanes.scores[0])
+
+    def _resumed(self, member: _Member, sealed: Checkpoint) -> tuple[Tensors, Tensor]:
+        tensors = {n: t.to(self.lanes.scores.device) for n, t in sealed.tensors(PART).items()}
+        scores = tensors.pop("scores")
+        return tensors, scores
+
+    def _segment(self, start: int, stop: int) -> None:
+        queries = {m.query.key: stop for m in self._active()} | {
+            key: step for key, (step, _) in self.waiting.items() if start < step <= stop
+        }
+        record_walk(self.opened.store, self.opened.layout, start, queries)
+        state = state_at(self.opened, self.trajectory, start)
+        steps = walk_segment(
+            self.opened.recipe,
+            self.opened.data,
+            state,
+            stop,
+            self.lanes,
+            chunk=self.plan.chunk,
+            hold=self.plan.hold,
+            check_end=lambda end: check_state(self.opened, self.trajectory, end),
+        )
+        for step in steps:
+            if step < stop:
+                self._walked(step)
+            self._join(step)
+            if step > 0 and self.should_stop():
+                self._interrupt(step)
+
+    def _walked(self, step: int) -> None:
+        """What follows a backward step: the non-finite leave, the others are sealed where the plan says so."""
+        self._give_up_non_finite(step)
+        rate, left = self.pace.step(step)
+        self.observe(self._progress(step, rate, left))
+        if step > 0 and step in self.plan.save_steps:
+            for member in self._active():
+                self._seal(member, step)
+
+    def _join(self, step: int) -> None:
+        for member in self.members:
+            at, load = self.waiting.get(member.query.key, (-1, None))
+            if at == step and load is not None:
+                try:
+                    self.lanes.join(member.lane, *load())
+                except NonFiniteError as error:
+                    self.failures.append(error)
+                del self.waiting[member.query.key]
+
+    def _give_up_non_finite(self, step: int) -> None:
+        finite = self.lanes.cotangent.is_finite() & torch.isfinite(self.lanes.scores.sum(1))
+        for member in self._active():
+            if not bool(finite[member.lane]):
+                self.failures.append(
+                    NonFiniteError(
+                        f"query {member.query.id!r}: its cotangent or scores are not finite at step {step}; sealed down to "
+                        f"{'nothing' if member.saved_at is None else f'step {member.saved_at}'}"
+                    )
+                )
+                self.lanes.leave(member.lane)
+
+    def _seal(self, member: _Member, step: int) -> None:
+        tensors = self.lanes.cotangent.lane(member.lane) | {"scores": self.lanes.scores[member.lane].clone()}
+        sealed = member.lease.seal(step, {PART: tensors}, {**member.expect, "plan": self.plan.as_dict()})
+        member.saved_at = step
+        # Two generations stay until the newer one is verified, which `retire` does first.
+        member.lease.retire(order="lowest", keep=2)
+        self.observe(CheckpointSealed(member.query.key, step, sum(blob.size for blob in sealed.blobs.values())))
+
+    def _complete(self, member: _Member) -> None:
+        scores = {"scores": self.lanes.scores[member.lane].clone()}
+        digest = walk_digest(member.expect, scores)
+        member.lease.complete({PART: scores}, {**member.expect, "plan": self.plan.as_dict(), "walk": digest})
+        member.lease.clear(member.expect)
+        self.observe(QueryComplete(member.query.key, digest))
+
+    def _interrupt(self, step: int) -> None:
+        for member in self._active():
+            if member.saved_at != step and step < self.trajectory.steps:
+                self._seal(member, step)
+        raise InterruptedWalkError(f"the walk stopped at step {step}, as asked; a rerun goes on from there")
+
+    def _active(self) -> list[_Member]:
+        return [member for member in self.members if self.lanes.active[member.lane]]
+
+    def _progress(self, step: int, rate: float, left: float) -> WalkProgress:
+        boundaries = self.plan.boundaries
+        return WalkProgress(
+            step=step,
+            steps=self.trajectory.steps,
+            segments_done=sum(boundary >= step for boundary in boundaries[:-1]),
+            segments=len(boundaries) - 1,
+            keys=tuple(member.query.key for member in self._active()),
+            steps_per_second=rate,
+            eta_seconds=left,
+            resumed_from={m.query.key: m.sealed.step if m.sealed else None for m in self.members},
+            steps_redone=self.steps_redone,
+        )
+
+    def _warn_where_bits_may_differ(self) -> None:
+        now = {"device": self.opened.recipe.model.device.type, **versions()}
+        planned = {"device": self.plan.device, **self.plan.versions}
+        differing = [f"{name} {planned.get(name)} -> {now.get(name)}" for name in sorted(now | planned) if planned.get(name) != now.get(name)]
+        if differing:
+            logger.warning(
+                "the walk was planned elsewhere (%s): it goes on, exact to rounding but not to the last bit", ", ".join(differing)
+            )
+
+
+def walk_digest(expect: Mapping[str, Any], scores: Mapping[str, Tensor]) -> str:
+    """One digest of a finished walk: its scores, query and trajectory. Equal for equal results, whoever made them."""
+    return fingerprint({"scores": tensors_digest(scores), "query": expect["query"], "trajectory": expect["trajectory"]})
