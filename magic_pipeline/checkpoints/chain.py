@@ -145,9 +145,9 @@ class Chain:
         if content.get("schema") != SCHEMA:
             raise ForeignError(f"expected schema {SCHEMA}, found {content.get('schema')!r}")
         try:
-            if (content["step"], content["epoch"]) != name:
-                found = f"step {content['step']}, epoch {content['epoch']}"
-                raise DamagedObjectError(f"{self.store.url}/{path}: holds another checkpoint's manifest ({found})")
+            found = SealedName(content["step"], content["epoch"])
+            if found != name:
+                raise DamagedObjectError(f"{self.store.url}/{path}: holds another checkpoint's manifest, {found}")
             blobs = {part: Blob.from_json(blob) for part, blob in content["blobs"].items()}
             return Checkpoint(name.step, name.epoch, path, dict(content["facts"]), blobs, self)
         except (KeyError, TypeError, ValueError, AttributeError) as error:

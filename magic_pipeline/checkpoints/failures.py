@@ -12,7 +12,9 @@ from collections.abc import Iterator
 from magic_pipeline.errors import MagicError, StorageError
 
 
-def surfaced(error: BaseException, handled: BaseException | None, name: str, written: int, size: int | None) -> BaseException:
+def surfaced(
+    error: BaseException, handled: BaseException | None, name: str, written: int, size: int | None
+) -> BaseException:
     """The exception to raise in place of `error`: the interrupt, a StorageError for an OSError, or `error` itself.
 
     Args:

@@ -11,7 +11,7 @@ import logging
 import threading
 from collections.abc import Iterable, Mapping
 from types import TracebackType
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Self
 
 from magic_pipeline.checkpoints.chain import (
     COMPLETE_STEP,
@@ -105,10 +105,12 @@ class Lease:
         self._released = False
         self._lock = threading.RLock()
 
-    def __enter__(self) -> Lease:
+    def __enter__(self) -> Self:
         return self
 
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
         self.release()
 
     def seal(self, step: int, parts: Mapping[str, Mapping[str, Tensor]], facts: Mapping[str, Any]) -> Checkpoint:
@@ -175,7 +177,9 @@ class Lease:
         with self._lock:
             complete = self.chain.completed(expect or {})
             if complete is None:
-                raise StorageError(f"{self.chain.store.url}/{self.chain.folder}: nothing is cleared, for it is not complete")
+                raise StorageError(
+                    f"{self.chain.store.url}/{self.chain.folder}: nothing is cleared, for it is not complete"
+                )
             kept = SealedName(complete.step, complete.epoch)
             names = [*self.chain.sealed(), *self.chain.completions()]
             self._remove(name for name in names if name.epoch <= self.epoch and name != kept)
@@ -216,14 +220,15 @@ class Lease:
             self._released = True
 
     def _commit(self, step: int, parts: Mapping[str, Mapping[str, Tensor]], facts: Mapping[str, Any]) -> Checkpoint:
-        facts = plain(facts, "facts")
+        sealed_facts: dict[str, Any] = plain(facts, "facts")
         with self._lock:
             self.check()
             if self.chain.store.exists(self.chain.path(SealedName(step, self.epoch))):
                 self._leave_damage(SealedName(step, self.epoch))
             prefix = f"e{self.epoch:08d}-"
             blobs = {
-                part: self.chain.store.write_blob(self.chain.blobs, tensors, prefix=prefix) for part, tensors in parts.items()
+                part: self.chain.store.write_blob(self.chain.blobs, tensors, prefix=prefix)
+                for part, tensors in parts.items()
             }
             self.check()  # writing blobs may have taken minutes
             name = SealedName(step, self.epoch)
@@ -233,18 +238,20 @@ class Lease:
                     "schema": SCHEMA,
                     "step": step,
                     "epoch": self.epoch,
-                    "facts": facts,
+                    "facts": sealed_facts,
                     "blobs": {part: blob.as_json() for part, blob in blobs.items()},
                 },
             )
-            return Checkpoint(step, self.epoch, self.chain.path(name), facts, blobs, self.chain)
+            return Checkpoint(step, self.epoch, self.chain.path(name), sealed_facts, blobs, self.chain)
 
     def _leave_damage(self, name: SealedName) -> None:
         """Takes a new epoch when the checkpoint of this name is damaged. Raises ObjectExistsError when it is whole."""
         try:
             self.chain.verified(name)
         except (StorageError, ForeignError) as error:
-            logger.warning("%s/%s is sealed again under a new epoch: %s", self.chain.store.url, self.chain.path(name), error)
+            logger.warning(
+                "%s/%s is sealed again under a new epoch: %s", self.chain.store.url, self.chain.path(name), error
+            )
         else:
             raise ObjectExistsError(f"{self.chain.store.url}/{self.chain.path(name)}: is sealed already, and whole")
         epoch = self.chain.highest_epoch() + 1

@@ -23,6 +23,7 @@ from magic_pipeline.checkpoints.failures import surfaced
 from magic_pipeline.errors import InputError, MissingObjectError, ObjectExistsError, StorageError
 
 Write = Callable[[BinaryIO], None]
+Names = list[str]  # a sink's own `list` hides the builtin inside its class
 
 
 class Sink(Protocol):
@@ -48,7 +49,7 @@ class Sink(Protocol):
     def fetch(self, path: str) -> AbstractContextManager[BinaryIO]:
         """A seekable stream of the object, at its start. Raises MissingObjectError, StorageError."""
 
-    def list(self, folder: str) -> list[str]:
+    def list(self, folder: str) -> Names:
         """Names of direct children, sorted, uncached; nothing for a folder that is not there. No unfinished objects."""
 
     def exists(self, path: str) -> bool:
@@ -57,7 +58,7 @@ class Sink(Protocol):
     def delete(self, path: str) -> None:
         """Removes the object, durably; no error when it is gone already."""
 
-    def unfinished(self, folder: str) -> list[str]:
+    def unfinished(self, folder: str) -> Names:
         """Names of objects whose publication a killed process left unfinished: invisible to `list`, but taking space."""
 
     def discard_unfinished(self, folder: str, name: str) -> None:
@@ -77,7 +78,8 @@ def open_sink(url: str, options: Mapping[str, Any] | None = None) -> Sink:
         raise InputError("expected a path or a URL, found no location in it", field="storage")
     if protocol not in ("file", "local", "memory"):
         raise InputError(
-            f"unknown storage protocol {protocol.partition('::')[0]!r}; supported are a path, file:// and memory://", field="storage"
+            f"unknown storage protocol {protocol.partition('::')[0]!r}; supported are a path, file:// and memory://",
+            field="storage",
         )
     if options:
         raise InputError(f"{protocol}:// takes no storage options, found {', '.join(sorted(options))}", field="storage")
@@ -116,7 +118,7 @@ class LocalSink:
         with stream:
             yield stream
 
-    def list(self, folder: str) -> list[str]:
+    def list(self, folder: str) -> Names:
         return sorted(name for name in self._names(folder) if not name.startswith("."))
 
     def exists(self, path: str) -> bool:
@@ -133,7 +135,7 @@ class LocalSink:
         # Deletions are ordered (a manifest before its blobs), and only fsync keeps that order through a power cut.
         _sync_folder(target.parent)
 
-    def unfinished(self, folder: str) -> list[str]:
+    def unfinished(self, folder: str) -> Names:
         return sorted({_final_name(name) for name in self._names(folder) if _is_temporary(name)})
 
     def discard_unfinished(self, folder: str, name: str) -> None:
@@ -141,7 +143,7 @@ class LocalSink:
             if _is_temporary(found) and _final_name(found) == name:
                 self.delete(f"{folder}/{found}")
 
-    def _names(self, folder: str) -> list[str]:
+    def _names(self, folder: str) -> Names:
         try:
             return os.listdir(self.root / folder)
         except FileNotFoundError:
@@ -267,7 +269,7 @@ class MemorySink:
                 raise MissingObjectError(f"{self.url}/{path}: is not there") from None
         yield io.BytesIO(content)
 
-    def list(self, folder: str) -> list[str]:
+    def list(self, folder: str) -> Names:
         with _memory_lock:
             try:
                 found = self._files.ls(self._at(folder), detail=False)
@@ -284,7 +286,7 @@ class MemorySink:
             if self._files.isfile(self._at(path)):
                 self._files.rm_file(self._at(path))
 
-    def unfinished(self, folder: str) -> list[str]:
+    def unfinished(self, folder: str) -> Names:
         return []
 
     def discard_unfinished(self, folder: str, name: str) -> None:

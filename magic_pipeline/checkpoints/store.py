@@ -7,7 +7,7 @@ expected and what was found. Importing this module and reading JSON does not imp
 from __future__ import annotations
 
 import secrets
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from pathlib import Path
@@ -17,7 +17,7 @@ import xxhash
 
 from magic_pipeline.checkpoints.digests import DIGEST_PREFIX
 from magic_pipeline.checkpoints.documents import document_bytes, document_content
-from magic_pipeline.checkpoints.sinks import open_sink, publish_file
+from magic_pipeline.checkpoints.sinks import Names, open_sink, publish_file
 from magic_pipeline.errors import DamagedObjectError, StorageError
 
 if TYPE_CHECKING:
@@ -117,8 +117,7 @@ class Store:
 
         def write(stream: BinaryIO) -> None:
             with open(source, "rb") as content:
-                for chunk in _chunks(content, str(source)):
-                    stream.write(chunk)
+                stream.writelines(_chunks(content, str(source)))
 
         return self._write_fresh(folder, prefix, suffix, write, source.stat().st_size)
 
@@ -136,7 +135,7 @@ class Store:
 
         publish_file(target, write, exclusive=False, size=blob.size)
 
-    def list(self, folder: str) -> list[str]:
+    def list(self, folder: str) -> Names:
         """Names of direct children, sorted, never from a cache. A folder that is not there is empty."""
         return self.sink.list(checked_path(folder))
 
@@ -201,6 +200,10 @@ class _HashingWriter:
         count = memoryview(content).nbytes
         self.size += count
         return count
+
+    def writelines(self, chunks: Iterable[bytes]) -> None:
+        for chunk in chunks:
+            self.write(chunk)
 
     def flush(self) -> None:
         """The sink flushes when all is written."""

@@ -10,7 +10,6 @@ import io
 from collections.abc import Mapping
 from typing import BinaryIO, cast
 
-import numpy
 import torch
 from torch import Tensor
 
@@ -63,4 +62,4 @@ def load_tensors(stream: BinaryIO) -> dict[str, Tensor]:
 def tensor_bytes(tensor: Tensor) -> memoryview:
     """The elements' bytes in row-major order. A view of the tensor's memory where it is contiguous and on the CPU."""
     flat = tensor.detach().resolve_conj().resolve_neg().cpu().contiguous().reshape(-1)
-    return memoryview(cast("numpy.ndarray[tuple[int], numpy.dtype[numpy.uint8]]", flat.view(torch.uint8).numpy()))
+    return flat.view(torch.uint8).numpy().data
