@@ -12,6 +12,7 @@ import torch
 import magic_pipeline
 from magic_pipeline.attribution.checking import check_before_training
 from magic_pipeline.attribution.describing import describe
+from magic_pipeline.attribution.expectations import of_training
 from magic_pipeline.attribution.ledger import record_training
 from magic_pipeline.attribution.observing import CheckpointSealed, Observe, ShouldStop, TrainingProgress, never, unobserved
 from magic_pipeline.attribution.opening import OpenExperiment
@@ -24,7 +25,6 @@ from magic_pipeline.attribution.trajectory import (
     sealed_trajectory,
     to_device,
     trajectory_digest,
-    trajectory_expectation,
 )
 from magic_pipeline.checkpoints.chain import Checkpoint
 from magic_pipeline.checkpoints.digests import tensors_digest
@@ -88,7 +88,7 @@ class _Training:
         return from_completion(complete, resumed_from=resumed_from)
 
     def _resumable(self) -> Checkpoint | None:
-        return self.opened.trajectory_chain.newest(trajectory_expectation(self.opened), order="highest")
+        return self.opened.trajectory_chain.newest(of_training(self.opened.fingerprint), order="highest")
 
     def _segment(self, state: TrainState, stop: int, resumed_from: int) -> TrainState:
         for step in range(state.step, stop):
@@ -118,7 +118,7 @@ class _Training:
 
     def _facts(self) -> dict[str, Any]:
         reached: Sequence[int] = self.boundaries[: len(self.state_digests)]
-        return trajectory_expectation(self.opened) | {
+        return of_training(self.opened.fingerprint) | {
             "boundaries": self.boundaries,
             "state_digests": self.state_digests,
             "trajectory": trajectory_digest(reached, self.state_digests),

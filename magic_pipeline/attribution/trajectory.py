@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 
+from magic_pipeline.attribution.expectations import of_training
 from magic_pipeline.attribution.opening import OpenExperiment
 from magic_pipeline.checkpoints.chain import Checkpoint
 from magic_pipeline.checkpoints.digests import fingerprint, tensors_digest
@@ -47,11 +48,6 @@ class Trajectory:
     versions: Mapping[str, str]
 
 
-def trajectory_expectation(opened: OpenExperiment) -> dict[str, Any]:
-    """The facts that make a checkpoint one of this experiment's training."""
-    return {"training": opened.fingerprint}
-
-
 def trajectory_digest(boundaries: Sequence[int], state_digests: Sequence[str]) -> str:
     """One digest over the contents of the boundary states."""
     return fingerprint({"states": [[step, digest] for step, digest in zip(boundaries, state_digests, strict=True)]})
@@ -59,7 +55,7 @@ def trajectory_digest(boundaries: Sequence[int], state_digests: Sequence[str]) -
 
 def sealed_trajectory(opened: OpenExperiment) -> Trajectory | None:
     """The finished trajectory; None where training is not complete."""
-    complete = opened.trajectory_chain.completed(trajectory_expectation(opened))
+    complete = opened.trajectory_chain.completed(of_training(opened.fingerprint))
     return None if complete is None else from_completion(complete, resumed_from=opened.steps)
 
 
@@ -97,7 +93,7 @@ def state_at(opened: OpenExperiment, trajectory: Trajectory, step: int) -> Train
     """The state at a boundary: sealed, or where that is damaged, replayed from the boundary before and compared with its digest."""
     position = trajectory.boundaries.index(step)
     checkpoint = opened.trajectory_chain.load(
-        step, trajectory_expectation(opened) | {"state": trajectory.state_digests[position]}
+        step, of_training(opened.fingerprint) | {"state": trajectory.state_digests[position]}
     )
     if checkpoint is not None:
         return to_device(TrainState.from_flat(step, checkpoint.tensors(STATE)), opened.recipe.model.device)
@@ -126,7 +122,7 @@ def check_state(opened: OpenExperiment, trajectory: Trajectory, state: TrainStat
     expected = trajectory.state_digests[trajectory.boundaries.index(state.step)]
     if tensors_digest(state.flat()) == expected:
         return
-    sealed = opened.trajectory_chain.load(state.step, trajectory_expectation(opened) | {"state": expected})
+    sealed = opened.trajectory_chain.load(state.step, of_training(opened.fingerprint) | {"state": expected})
     if sealed is None:
         raise TrajectoryMismatchError(
             f"step {state.step}: the state computed again differs from the one that was sealed, which cannot be read any more"

@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from magic_pipeline.attribution.describing import describe
+from magic_pipeline.attribution.expectations import of_walk
 from magic_pipeline.attribution.ledger import most_redone, record_walk
 from magic_pipeline.attribution.observing import (
     CheckpointSealed,
@@ -94,13 +95,8 @@ def walk(
     return WalkReport(resumed, redone, pace.seconds)
 
 
-def walk_expectation(opened: OpenExperiment, query: OpenQuery, trajectory: Trajectory) -> dict[str, Any]:
-    """The facts that make a checkpoint one of this query's walk over this trajectory."""
-    return {"training": opened.fingerprint, "query": query.digest, "trajectory": trajectory.digest}
-
-
 def _is_complete(opened: OpenExperiment, trajectory: Trajectory, query: OpenQuery) -> bool:
-    chain, expect = opened.query_chain(query), walk_expectation(opened, query, trajectory)
+    chain, expect = opened.query_chain(query), of_walk(opened.fingerprint, query.digest, trajectory.digest)
     if chain.completed(expect) is None:
         return False
     if chain.sealed():
@@ -143,7 +139,7 @@ class _Member:
 
 
 def _member(opened: OpenExperiment, trajectory: Trajectory, query: OpenQuery, lease: Lease) -> _Member:
-    expect = walk_expectation(opened, query, trajectory)
+    expect = of_walk(opened.fingerprint, query.digest, trajectory.digest)
     lease.discard_unfinished()
     sealed = lease.chain.newest(expect, order="lowest")
     if sealed is not None:

@@ -90,6 +90,15 @@ def _refuse_if_held(chain: Chain, epoch: int, asking: Holder) -> None:
     )
 
 
+def live_holder(chain: Chain) -> dict[str, object] | None:
+    """Who holds the chain's lease and is alive, or cannot be told gone; None for nobody and for this very process."""
+    try:
+        _refuse_if_held(chain, chain.highest_epoch(), Holder.this_process())
+    except HeldError as error:
+        return error.holder
+    return None
+
+
 class Lease:
     """The right to write to a chain. Its operations are serialised by a lock, so a background thread may seal.
 
