@@ -1,0 +1,45 @@
+# Everything runs in .venv, which the first command makes. Another Python: make PYTHON=python3.12 ...
+PYTHON ?= python3
+VENV := .venv
+RUN := $(VENV)/bin/python -m
+INSTALLED := $(VENV)/.installed
+
+.PHONY: help demo test check faults bench install
+.DEFAULT_GOAL := help
+
+help:
+	@echo "make demo    train on real digits, walk 12 queries back through training, show what taught the model"
+	@echo "make test    all checks, all tests, all examples in docstrings"
+	@echo "make check   ruff, formatting, types, which room imports which"
+	@echo "make faults  kill, break and rerun the whole pipeline, for minutes"
+	@echo "make bench   what a walk costs, in units of one training step"
+
+demo: $(INSTALLED)
+	$(VENV)/bin/magic-pipeline run experiments/digits.yaml
+
+test: check
+	$(RUN) pytest
+
+check: $(INSTALLED)
+	$(RUN) ruff check .
+	$(RUN) ruff format --check .
+	$(RUN) mypy
+	$(VENV)/bin/lint-imports
+
+faults: $(INSTALLED)
+	$(RUN) pytest -m campaign tests
+
+bench: $(INSTALLED)
+	$(VENV)/bin/python benchmarks/walk.py
+
+install: $(INSTALLED)
+
+# Installs again only when what is to be installed has changed.
+$(INSTALLED): pyproject.toml constraints.txt
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' 2>/dev/null || { \
+	  echo "magic_pipeline needs Python 3.11 or newer; '$(PYTHON)' is $$($(PYTHON) --version 2>&1 || true)." >&2; \
+	  echo "Name another one: make PYTHON=/path/to/python3.12 $(MAKECMDGOALS)" >&2; exit 1; }
+	@$(PYTHON) -m venv $(VENV) || { \
+	  echo "'$(PYTHON) -m venv' failed; on Debian and Ubuntu: apt-get install python3-venv" >&2; exit 1; }
+	$(RUN) pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[dev]'
+	@touch $@

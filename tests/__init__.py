@@ -1,0 +1,1 @@
+"""The tests. `reference` holds what their numbers are compared with."""
