@@ -57,6 +57,16 @@ class StepSizes:
         return self.graph + 2 * lanes * self.state + transients
 
 
+@dataclass(frozen=True)
+class Widths:
+    """What is chosen for cohorts of up to `lanes` queries: lanes per batched call, and how many states are held (None: all)."""
+
+    lanes: int
+    chunk: int
+    hold: int | None
+    sizes: StepSizes
+
+
 def plan_cohorts(opened: OpenExperiment, trajectory: Trajectory, keys: Sequence[str]) -> list[WalkPlan]:
     """Plans for queries that have none, in cohorts of their order."""
     if not keys:
@@ -64,36 +74,37 @@ def plan_cohorts(opened: OpenExperiment, trajectory: Trajectory, keys: Sequence[
     state = state_at(opened, trajectory, trajectory.boundaries[-2])
     shards = opened.data(state.step)
     _, record = train_step(opened.recipe, state, shards)
-    sizes = measure_sizes(opened, record, shards)
-    budget = memory_budget(opened)
+    widths = choose_widths(opened, record, shards, len(keys))
+    groups = [tuple(keys[at : at + widths.lanes]) for at in range(0, len(keys), widths.lanes)]
+    return [_plan(opened, trajectory, group, widths) for group in groups]
+
+
+def choose_widths(opened: OpenExperiment, record: StepRecord, shards: Sequence[Shard], queries: int) -> Widths:
+    """How many of `queries` are walked together, and how; measured on one step.
+
+    Raises:
+        InputError: the memory budget is too small for a single query.
+    """
+    sizes, budget = measure_sizes(opened, record, shards), memory_budget(opened)
     wanted = opened.experiment.attribution.query_batch
-    lanes = min(len(keys), MOST_LANES) if wanted == "auto" else min(len(keys), int(wanted))
+    lanes = min(queries, MOST_LANES if wanted == "auto" else int(wanted))
     while lanes > 1 and sizes.lane(1, lanes) + 2 * sizes.record > budget:
         lanes = (lanes + 1) // 2
     chunk = _chunk(opened, record, shards, lanes, sizes, budget)
-    groups = [tuple(keys[at : at + lanes]) for at in range(0, len(keys), lanes)]
-    return [_plan(opened, trajectory, group, chunk, sizes, budget) for group in groups]
+    hold = max(2, (budget - sizes.lane(chunk, lanes)) // max(1, sizes.record))
+    return Widths(lanes, chunk, None if hold >= opened.steps else int(hold), sizes)
 
 
-def _plan(
-    opened: OpenExperiment,
-    trajectory: Trajectory,
-    cohort: tuple[str, ...],
-    chunk: int,
-    sizes: StepSizes,
-    budget: int,
-) -> WalkPlan:
-    chunk = min(chunk, len(cohort))
-    lanes = -(-len(cohort) // chunk) * chunk
+def _plan(opened: OpenExperiment, trajectory: Trajectory, cohort: tuple[str, ...], widths: Widths) -> WalkPlan:
+    chunk = min(widths.chunk, len(cohort))
     longest = max(b - a for a, b in zip(trajectory.boundaries, trajectory.boundaries[1:], strict=False))
-    hold = (budget - sizes.lane(chunk, lanes)) // max(1, sizes.record)
     return WalkPlan(
         cohort=cohort,
-        lanes=lanes,
+        lanes=-(-len(cohort) // chunk) * chunk,
         chunk=chunk,
         boundaries=trajectory.boundaries,
         save_steps=save_steps(trajectory.boundaries, opened.experiment.attribution.save_every),
-        hold=None if hold >= longest else max(2, int(hold)),
+        hold=None if widths.hold is None or widths.hold >= longest else widths.hold,
         microbatch_size=opened.experiment.training.microbatch_size,
         threads=trajectory.threads,
         device=opened.recipe.model.device.type,
