@@ -1,0 +1,74 @@
+"""The Definitions of a folder of experiments. Loading them imports no torch and reads nothing but the experiment files."""
+
+# No postponed annotations here: Dagster compares the annotation of `context` itself.
+
+import re
+import warnings
+from pathlib import Path
+
+import dagster as dg
+from dagster._core.definitions.unresolved_asset_job_definition import UnresolvedAssetJobDefinition
+
+from magic_pipeline.attribution.experiment import Experiment, load_experiments
+from magic_pipeline.errors import InputError
+from magic_pipeline.orchestration.failures import failure, one_line
+from magic_pipeline.orchestration.partitions import ExperimentAssets
+from magic_pipeline.orchestration.scores_assets import matrix_asset, scores_asset
+from magic_pipeline.orchestration.segments_asset import segments_asset
+from magic_pipeline.orchestration.trajectory_asset import trajectory_asset
+
+INVALID_GROUP = "invalid_experiments"
+
+
+def build_definitions(folder: Path) -> dg.Definitions:
+    """One asset group per valid experiment file, and one asset that shows the error per file that is wrong."""
+    assets: list[dg.AssetsDefinition] = []
+    jobs: list[UnresolvedAssetJobDefinition] = []
+    for path, found in load_experiments(folder).items():
+        if isinstance(found, InputError):
+            assets.append(invalid_experiment_asset(path, found))
+        else:
+            assets += experiment_assets(found)
+            jobs += experiment_jobs(found)
+    # In one process: a killed run leaves no step process behind that goes on computing.
+    return dg.Definitions(assets=assets, jobs=jobs, executor=dg.in_process_executor)
+
+
+def experiment_assets(experiment: Experiment) -> list[dg.AssetsDefinition]:
+    """The experiment's assets, upstream first."""
+    with warnings.catch_warnings():
+        # Dagster calls its backfill policies beta; the range of versions that this project takes has them.
+        warnings.filterwarnings("ignore", "Parameter `backfill_policy`", dg.BetaWarning)
+        return [build(experiment) for build in (trajectory_asset, segments_asset, scores_asset, matrix_asset)]
+
+
+def experiment_jobs(experiment: Experiment) -> list[UnresolvedAssetJobDefinition]:
+    """A job per asset that has partitions of its own: Dagster refuses one job over differently partitioned assets."""
+    assets = ExperimentAssets.of(experiment)
+    name = experiment.name
+    selections = {
+        f"{name}_train": ([assets.trajectory], "Train, or go on training."),
+        f"{name}_attribute": ([assets.segments], "Walk queries back through the training run."),
+        f"{name}_score": ([assets.scores], "Write the scores of walked queries."),
+        f"{name}_collect": ([assets.matrix], "Collect the scores of all queries."),
+    }
+    return [
+        dg.define_asset_job(job, selection=dg.AssetSelection.assets(*keys), description=description)
+        for job, (keys, description) in selections.items()
+    ]
+
+
+def invalid_experiment_asset(path: Path, error: InputError) -> dg.AssetsDefinition:
+    """An asset that stands for a file that is wrong: its description is the error, and materializing it fails with it."""
+    stem = re.sub(r"[^A-Za-z0-9_]", "_", path.name)
+
+    @dg.asset(
+        key=dg.AssetKey([INVALID_GROUP, stem]),
+        group_name=INVALID_GROUP,
+        description=one_line(error),
+        metadata={"experiment_file": dg.MetadataValue.path(str(path.absolute()))},
+    )
+    def invalid_experiment(context: dg.AssetExecutionContext) -> None:
+        raise failure(error)
+
+    return invalid_experiment

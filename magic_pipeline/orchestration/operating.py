@@ -1,0 +1,54 @@
+"""What every op does around the mission: names its process on the run, forwards logs, classifies failures, opens the experiment."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import TYPE_CHECKING
+
+import dagster as dg
+
+from magic_pipeline.attribution.experiment import Experiment
+from magic_pipeline.errors import HeldError
+from magic_pipeline.orchestration.failures import classified_failures
+from magic_pipeline.orchestration.forwarded_logs import forwarded_logs
+from magic_pipeline.orchestration.processes import process_tags
+
+if TYPE_CHECKING:
+    from magic_pipeline.attribution.opening import OpenExperiment
+
+HELD_POLL_SECONDS = 5.0
+_HELD_LOG_SECONDS = 60.0
+_last_opened: list[OpenExperiment] = []
+
+
+@contextmanager
+def operating(context: dg.AssetExecutionContext) -> Iterator[None]:
+    """Around the whole body of an op."""
+    context.instance.add_run_tags(context.run.run_id, process_tags(context.run.run_id))
+    with classified_failures(context), forwarded_logs(context.log):
+        yield
+
+
+def opened_once(experiment: Experiment) -> OpenExperiment:
+    """The experiment, opened. A process that executes several runs of one experiment opens it once."""
+    from magic_pipeline.attribution.opening import open_experiment
+
+    if not _last_opened or _last_opened[0].experiment != experiment:
+        _last_opened[:] = [open_experiment(experiment)]
+    return _last_opened[0]
+
+
+def wait_while_held(error: HeldError, *, since: float, log: Callable[[str], None], should_stop: Callable[[], bool]) -> None:
+    """One wait for a live holder, named in the log about once a minute.
+
+    Args:
+        since: when the waiting began, `time.monotonic()`.
+    """
+    waited = time.monotonic() - since
+    if waited % _HELD_LOG_SECONDS < HELD_POLL_SECONDS:
+        log(f"{error} Waiting ({waited:.0f} s so far).")
+    until = time.monotonic() + HELD_POLL_SECONDS
+    while time.monotonic() < until and not should_stop():
+        time.sleep(0.2)

@@ -1,0 +1,84 @@
+"""Names in Dagster: an experiment's asset keys and partitions, and the query keys that become partitions."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+
+import dagster as dg
+
+from magic_pipeline.attribution.experiment import Experiment
+from magic_pipeline.errors import InputError
+
+QUERY, RANK = "query", "rank"
+# SQLite takes a limited number of variables in one statement.
+_KEYS_AT_ONCE = 200
+
+
+@dataclass(frozen=True)
+class ExperimentAssets:
+    """The keys of one experiment's assets, and how they are partitioned."""
+
+    experiment: str
+    ranks: int
+
+    @classmethod
+    def of(cls, experiment: Experiment) -> ExperimentAssets:
+        return cls(experiment.name, experiment.ranks)
+
+    @property
+    def trajectory(self) -> dg.AssetKey:
+        return dg.AssetKey([self.experiment, "training_trajectory"])
+
+    @property
+    def segments(self) -> dg.AssetKey:
+        return dg.AssetKey([self.experiment, "segment_checkpoints"])
+
+    @property
+    def scores(self) -> dg.AssetKey:
+        return dg.AssetKey([self.experiment, "attribution_scores"])
+
+    @property
+    def matrix(self) -> dg.AssetKey:
+        return dg.AssetKey([self.experiment, "score_matrix"])
+
+    @property
+    def queries_name(self) -> str:
+        """The name of the dynamic partitions that hold the query keys."""
+        return f"{self.experiment}_queries"
+
+    @property
+    def rank_keys(self) -> tuple[str, ...]:
+        return tuple(str(rank) for rank in range(self.ranks))
+
+    def by_query(self) -> dg.DynamicPartitionsDefinition:
+        return dg.DynamicPartitionsDefinition(name=self.queries_name)
+
+    def by_query_and_rank(self) -> dg.MultiPartitionsDefinition:
+        return dg.MultiPartitionsDefinition(
+            {QUERY: self.by_query(), RANK: dg.StaticPartitionsDefinition(list(self.rank_keys))}
+        )
+
+    def segment_key(self, query_key: str, rank: str) -> dg.MultiPartitionKey:
+        return dg.MultiPartitionKey({QUERY: query_key, RANK: rank})
+
+
+def add_query_keys(instance: dg.DagsterInstance, assets: ExperimentAssets, keys: Iterable[str]) -> list[str]:
+    """Make the keys partitions, in this order, where they are not yet. Returns the new ones."""
+    known = set(instance.get_dynamic_partitions(assets.queries_name))
+    new = [key for key in keys if key not in known]
+    for start in range(0, len(new), _KEYS_AT_ONCE):
+        instance.add_dynamic_partitions(assets.queries_name, new[start : start + _KEYS_AT_ONCE])
+    return new
+
+
+def planned_keys(context: dg.AssetExecutionContext) -> Sequence[str]:
+    """The partitions that this run is to make.
+
+    Raises:
+        InputError: there are none. Dagster calls a run over a reversed range successful although it makes nothing.
+    """
+    keys = list(context.partition_keys) if context.has_partition_key or context.has_partition_key_range else []
+    if not keys:
+        raise InputError("this run covers no partition: the first key of its range has to come before the last")
+    return keys

@@ -1,0 +1,114 @@
+"""The assets `attribution_scores`, one Parquet sheet a query, and `score_matrix`, all queries in one dataset."""
+
+# No postponed annotations here: Dagster compares the annotation of `context` itself.
+
+from collections.abc import Iterator
+from typing import TYPE_CHECKING, Any
+
+import dagster as dg
+
+from magic_pipeline.attribution.experiment import Experiment
+from magic_pipeline.errors import InputError, MagicError
+from magic_pipeline.orchestration.asset_versions import REPORT_VERSION
+from magic_pipeline.orchestration.materializations import Input, log_partition
+from magic_pipeline.orchestration.operating import opened_once, operating
+from magic_pipeline.orchestration.partitions import ExperimentAssets, planned_keys
+from magic_pipeline.orchestration.score_metadata import score_metadata
+
+if TYPE_CHECKING:
+    from magic_pipeline.attribution.opening import OpenExperiment
+
+
+def scores_asset(experiment: Experiment) -> dg.AssetsDefinition:
+    """Writes each query's scores, with the table of its top examples and a plot; reports again what is written already."""
+    assets = ExperimentAssets.of(experiment)
+
+    @dg.asset(
+        key=assets.scores,
+        group_name=experiment.name,
+        description=(
+            "The score of every training example for a query: how the query's measurement changes with the example's weight. Negative: "
+            "the example helps (more of it lowers the measured loss). One Parquet file a query."
+        ),
+        deps=[assets.segments],
+        partitions_def=assets.by_query(),
+        backfill_policy=dg.BackfillPolicy.single_run(),
+        output_required=False,
+        kinds={"parquet"},
+        code_version=REPORT_VERSION,
+    )
+    def attribution_scores(context: dg.AssetExecutionContext) -> Iterator[Any]:
+        with operating(context):
+            opened = opened_once(experiment)
+            errors = [error for key in planned_keys(context) if (error := _report_scores(context, assets, opened, key))]
+            if errors:
+                # Raised after all the others are reported: one query's trouble is no other query's.
+                raise errors[0]
+        yield from ()
+
+    return attribution_scores
+
+
+def _report_scores(
+    context: dg.AssetExecutionContext, assets: ExperimentAssets, opened: "OpenExperiment", key: str
+) -> MagicError | None:
+    """Write or find one query's sheet and report it; the error if its walk is not complete or it is no query any more."""
+    from magic_pipeline.attribution.scores import read_scores, write_scores
+    from magic_pipeline.attribution.status import query_statuses
+
+    try:
+        query = opened.query(key)
+    except InputError as error:
+        return error
+    (status,) = query_statuses(opened, [key])
+    if status.walk_digest is None:
+        where = assets.segments.to_user_string()
+        return MagicError(f"query {query.id!r}: its walk is not complete; materialize its partition {key} of {where} first")
+    again = status.scores_digest is not None
+    # Writing again what is written already returns it.
+    sheet = write_scores(opened, key)
+    log_partition(
+        context,
+        key,
+        version=sheet.digest,
+        made_from=Input(assets.segments, status.walk_digest, assets.segment_key(key, assets.rank_keys[0])),
+        metadata=score_metadata(opened, sheet, read_scores(opened, key)),
+        reported_again=again,
+    )
+    return None
+
+
+def matrix_asset(experiment: Experiment) -> dg.AssetsDefinition:
+    """Collects the scores of all queries that have them."""
+    assets = ExperimentAssets.of(experiment)
+
+    @dg.asset(
+        key=assets.matrix,
+        group_name=experiment.name,
+        description="The scores of all finished queries in one dataset: a row per training example, a column per query.",
+        deps=[assets.scores],
+        kinds={"parquet"},
+        code_version=REPORT_VERSION,
+    )
+    def score_matrix(context: dg.AssetExecutionContext) -> dg.MaterializeResult[Any]:
+        from magic_pipeline.attribution.scores import write_score_matrix
+        from magic_pipeline.attribution.status import matrix_digest
+
+        with operating(context):
+            opened = opened_once(experiment)
+            before = matrix_digest(opened)
+            sheet = write_score_matrix(opened)
+            return dg.MaterializeResult(
+                data_version=dg.DataVersion(sheet.digest),
+                metadata={
+                    "reported_again": before == sheet.digest,
+                    "dagster/row_count": sheet.rows,
+                    "queries": sheet.columns,
+                    "queries_of_experiment": len(opened.queries),
+                    "file": f"{opened.store.url}/{sheet.path}",
+                    "digest": sheet.digest,
+                    "fingerprint": opened.fingerprint,
+                },
+            )
+
+    return score_matrix

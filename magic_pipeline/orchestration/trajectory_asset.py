@@ -1,0 +1,86 @@
+"""The asset `training_trajectory`: the states at segment boundaries and the final state, sealed in the store."""
+
+# No postponed annotations here: Dagster compares the annotation of `context` itself.
+
+import time
+from typing import TYPE_CHECKING, Any
+
+import dagster as dg
+
+from magic_pipeline.attribution.experiment import Experiment
+from magic_pipeline.errors import HeldError
+from magic_pipeline.orchestration.asset_versions import experiment_metadata, training_code_version
+from magic_pipeline.orchestration.instance import GPU_POOL
+from magic_pipeline.orchestration.interrupts import deferred_interrupts
+from magic_pipeline.orchestration.operating import opened_once, operating, wait_while_held
+from magic_pipeline.orchestration.partitions import ExperimentAssets, add_query_keys
+from magic_pipeline.orchestration.progress import RunProgress
+
+if TYPE_CHECKING:
+    from magic_pipeline.attribution.opening import OpenExperiment
+    from magic_pipeline.attribution.trajectory import Trajectory
+
+
+def trajectory_asset(experiment: Experiment) -> dg.AssetsDefinition:
+    """Trains, or goes on training, or reports again what is finished; then makes the queries partitions."""
+    assets = ExperimentAssets.of(experiment)
+
+    @dg.asset(
+        key=assets.trajectory,
+        group_name=experiment.name,
+        description=(
+            "The training run: its states at segment boundaries and its final state, sealed in the storage. Materialize it first; "
+            "the queries then appear as partitions of the assets downstream. Interrupted, it goes on from the last sealed boundary."
+        ),
+        metadata=experiment_metadata(experiment),
+        kinds={"pytorch"},
+        pool=GPU_POOL,
+        code_version=training_code_version(experiment),
+    )
+    def training_trajectory(context: dg.AssetExecutionContext) -> dg.MaterializeResult[Any]:
+        with operating(context):
+            opened = opened_once(experiment)
+            progress = RunProgress(context)
+            trajectory = _train(context, opened, progress)
+            new = add_query_keys(context.instance, assets, (query.key for query in opened.queries))
+            if new:
+                context.log.info(f"{len(new)} queries are new partitions of {assets.segments.to_user_string()}")
+            return dg.MaterializeResult(
+                data_version=dg.DataVersion(trajectory.digest), metadata=_metadata(opened, trajectory, progress)
+            )
+
+    return training_trajectory
+
+
+def _train(context: dg.AssetExecutionContext, opened: "OpenExperiment", progress: RunProgress) -> "Trajectory":
+    from magic_pipeline.attribution.describing import describe
+    from magic_pipeline.attribution.training import train
+
+    since = time.monotonic()
+    with deferred_interrupts() as should_stop, progress.watched():
+        while True:
+            try:
+                trajectory = train(opened, observe=progress, should_stop=should_stop)
+                break
+            except HeldError as error:
+                wait_while_held(error, since=since, log=context.log.info, should_stop=should_stop)
+    describe(opened)
+    return trajectory
+
+
+def _metadata(opened: "OpenExperiment", trajectory: "Trajectory", progress: RunProgress) -> dict[str, Any]:
+    made = trajectory.steps - trajectory.resumed_from
+    metadata: dict[str, Any] = {
+        "reported_again": made == 0,
+        "steps": trajectory.steps,
+        "segments": len(trajectory.boundaries) - 1,
+        "final_loss": float(trajectory.losses[-1]),
+        "examples": len(opened.dataset),
+        "queries": len(opened.queries),
+        "fingerprint": opened.fingerprint,
+        "stored_in": f"{opened.store.url}/{opened.folder}",
+        "versions": dict(trajectory.versions),
+    }
+    if made:
+        metadata |= {"resumed_from_step": trajectory.resumed_from} | progress.metadata()
+    return metadata
