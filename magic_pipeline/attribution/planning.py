@@ -8,11 +8,10 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 import torch
-from torch.utils.flop_counter import FlopCounterMode
 
 from magic_pipeline.attribution.opening import OpenExperiment
 from magic_pipeline.attribution.status import query_statuses, trajectory_status
-from magic_pipeline.attribution.training import chosen_threads
+from magic_pipeline.attribution.training import chosen_threads, step_flops
 from magic_pipeline.attribution.walk_planner import MOST_LANES, choose_widths, memory_budget, seconds_of_graph, seconds_per_lane
 from magic_pipeline.metagradient.numerics import exact_numerics
 from magic_pipeline.metagradient.segments import save_steps, segment_boundaries
@@ -105,9 +104,7 @@ def _plan(opened: OpenExperiment, threads: int) -> Plan:
         seconds.append(time.perf_counter() - began)
     assert record is not None  # an experiment has at least one step
     step_seconds = min(seconds)
-    with FlopCounterMode(display=False) as counter:
-        train_step(opened.recipe, record.state, shards)
-    flops = counter.get_total_flops()
+    flops = step_flops(opened)
     left = [query for query in queries if not query.complete]
     widths = choose_widths(opened, record, shards, max(1, len(left)))
     groups = [len(left[at : at + widths.lanes]) for at in range(0, len(left), widths.lanes)]
