@@ -205,6 +205,11 @@ def _link_new(temporary: Path, target: Path) -> None:
         # A network file system may have linked it and lost the answer; then the name is this very file.
         if not os.path.samefile(temporary, target):
             raise ObjectExistsError(f"{target}: exists already, and is written only once") from None
+    except FileNotFoundError:
+        # The winner of a race for this name may have discarded what the losers left unfinished.
+        if os.path.lexists(target):
+            raise ObjectExistsError(f"{target}: exists already, and is written only once") from None
+        raise
     except OSError as error:
         if error.errno in (errno.EPERM, errno.EOPNOTSUPP, errno.ENOSYS):
             raise StorageError(

@@ -1,0 +1,129 @@
+"""The contract on local disk, and what only a file system can do."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+import pytest
+import torch
+
+from magic_pipeline.checkpoints import Chain, Store
+from magic_pipeline.errors import InputError, ObjectExistsError, StorageError
+from tests.checkpoints.contract import FACTS, ChainContract, StoreContract, state
+
+
+@pytest.fixture
+def url(tmp_path: Path) -> str:
+    return str(tmp_path / "store")
+
+
+class TestLocalStore(StoreContract):
+    pass
+
+
+class TestLocalChain(ChainContract):
+    pass
+
+
+@pytest.mark.parametrize("url", ["s3x://bucket/x", "ftp://user:secret@host/x", "simplecache::file:///x"])
+def test_an_unknown_protocol_is_refused_and_the_supported_ones_are_named(url: str) -> None:
+    with pytest.raises(InputError, match="supported are a path, file:// and memory://") as caught:
+        Store(url)
+    assert "secret" not in str(caught.value)
+
+
+def test_options_that_nobody_reads_are_refused() -> None:
+    with pytest.raises(InputError, match="anon"):
+        Store("memory://x", options={"anon": True})
+
+
+def test_a_file_url_is_the_path(tmp_path: Path) -> None:
+    Store(f"file://{tmp_path}").create_json("a.json", {"n": 1})
+    assert Store(str(tmp_path)).read_json("a.json") == {"n": 1}
+
+
+@pytest.mark.parametrize("operation", ["link", "fsync"])
+@pytest.mark.parametrize("error", [OSError(28, "No space left on device"), KeyboardInterrupt()])
+def test_a_failing_system_call_leaves_no_temporary_file(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, operation: str, error: BaseException
+) -> None:
+    chain = Chain(Store(str(tmp_path)), "q")
+    lease = chain.take()
+    lease.seal(5, {"rank0": state(5)}, FACTS)
+    before = sorted(path for path in tmp_path.rglob("*"))
+
+    def failing(*_: object) -> None:
+        raise error
+
+    monkeypatch.setattr(os, operation, failing)
+    with pytest.raises(StorageError if isinstance(error, OSError) else KeyboardInterrupt):
+        lease.seal(4, {"rank0": state(4)}, FACTS)
+    monkeypatch.undo()
+    assert sorted(path for path in tmp_path.rglob("*")) == before
+    lease.seal(4, {"rank0": state(4)}, FACTS)
+
+
+def test_a_full_disk_is_named_with_path_and_bytes() -> None:
+    full = Path("/dev/full")
+    if not full.exists():
+        pytest.skip("no /dev/full on this system")
+    from magic_pipeline.checkpoints.failures import surfaced
+
+    with open(full, "wb", buffering=0) as stream:
+        try:
+            torch.save(torch.zeros(100_000), stream)
+        except Exception as error:
+            reason = surfaced(error, None, "store/blobs/x.pt", 0, 400_000)
+    assert isinstance(reason, StorageError)
+    assert str(reason).startswith("store/blobs/x.pt: no space left after 0 bytes of about 400000")
+
+
+def test_a_file_system_without_hard_links_is_refused_in_words(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def refusing(*_: object) -> None:
+        raise PermissionError(1, "Operation not permitted")
+
+    monkeypatch.setattr(os, "link", refusing)
+    with pytest.raises(StorageError, match="has no hard links"):
+        Store(str(tmp_path)).create_json("a.json", {})
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_link_whose_answer_was_lost_is_a_success(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    link = os.link
+
+    def linking(source: Path, target: Path) -> None:
+        link(source, target)
+        raise FileExistsError(17, "File exists")
+
+    monkeypatch.setattr(os, "link", linking)
+    Store(str(tmp_path)).create_json("a.json", {"n": 1})
+    assert Store(str(tmp_path)).read_json("a.json") == {"n": 1}
+
+
+def test_a_folder_in_the_place_of_a_manifest_is_not_a_crash(tmp_path: Path) -> None:
+    chain = Chain(Store(str(tmp_path)), "q")
+    lease = chain.take()
+    lease.seal(5, {"rank0": state(5)}, FACTS)
+    (tmp_path / "q/manifests/00000004.e00000001.json").mkdir()
+    found = chain.newest(FACTS, order="lowest")
+    assert found and found.step == 5
+    assert lease.seal(4, {"rank0": state(4)}, FACTS).epoch == 2
+
+
+def test_the_loser_of_a_race_is_told_so_even_when_the_winner_cleans_up(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    winner, loser, sync = Store(str(tmp_path)), Store(str(tmp_path)), os.fsync
+    loser.create_json("epochs/1.json", {})
+
+    def losing(descriptor: int) -> None:
+        monkeypatch.setattr(os, "fsync", sync)
+        sync(descriptor)
+        winner.create_json("epochs/2.json", {"by": "winner"})
+        winner.sink.discard_unfinished("epochs", "2.json")
+
+    monkeypatch.setattr(os, "fsync", losing)
+    with pytest.raises(ObjectExistsError):
+        loser.create_json("epochs/2.json", {"by": "loser"})
+    assert winner.read_json("epochs/2.json") == {"by": "winner"} and winner.sink.unfinished("epochs") == []

@@ -1,0 +1,22 @@
+"""The contract on memory://."""
+
+from __future__ import annotations
+
+import uuid
+
+import pytest
+
+from tests.checkpoints.contract import ChainContract, StoreContract
+
+
+@pytest.fixture
+def url() -> str:
+    return f"memory://{uuid.uuid4().hex}/store"
+
+
+class TestMemoryStore(StoreContract):
+    pass
+
+
+class TestMemoryChain(ChainContract):
+    pass
