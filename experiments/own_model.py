@@ -1,4 +1,4 @@
-"""Your own model in plain PyTorch. Copy this file, then replace the data and the model; own_model.yaml names the class."""
+"""Your own model in plain PyTorch: copy this file, replace the data and the model; own_model.yaml names the class."""
 
 import torch
 import torch.nn.functional as F

@@ -1,7 +1,7 @@
 """`causal_lm_text`: a small GPT-2-style language model over bytes, on text that every machine has.
 
-By default the documents are the Python standard library's own functions and classes; queries are held-out ones. Tokens are
-bytes behind one start token. The documents depend on the Python version; the data's digest says when they are not the same.
+By default the documents are the Python standard library's own functions and classes; queries are held-out ones. Tokens
+are bytes behind one start token. The documents depend on the Python version; the data's digest says when they differ.
 """
 
 from __future__ import annotations
@@ -24,25 +24,16 @@ from magic_pipeline.tasks.source_text import read_documents
 START = 256  # the one token that is not a byte
 VOCABULARY = 257
 # Packages that every standard library has: enough documents, and a third of the time that parsing all of it takes.
-PACKAGES = [
-    "asyncio/*",
-    "collections/*",
-    "concurrent/*",
-    "email/*",
-    "html/*",
-    "http/*",
-    "importlib/*",
-    "json/*",
-    "logging/*",
-] + ["multiprocessing/*", "unittest/*", "urllib/*", "wsgiref/*", "xml/*", "xmlrpc/*"]
+PACKAGES = ["asyncio/*", "collections/*", "concurrent/*", "email/*", "html/*", "http/*", "importlib/*", "json/*"]
+PACKAGES += ["logging/*", "multiprocessing/*", "unittest/*", "urllib/*", "wsgiref/*", "xml/*", "xmlrpc/*"]
 IGNORED = -100  # the label of what is not a target
 
 
 class CausalLMText:
     """Next-byte prediction. An example is the bytes of a document, cut to the context.
 
-    An example's loss is the *sum* of its tokens' cross entropies and the denominator the batch's number of target tokens, so the
-    training loss is the mean over tokens. A query's measurement is the mean over its own target tokens. There are no losses by token.
+    An example's loss is the *sum* of its tokens' cross entropies, the denominator the batch's number of target tokens,
+    so the training loss is the mean over tokens. A query's measurement is the mean over its own target tokens.
 
     Args:
         documents: how many to train on.
@@ -52,10 +43,11 @@ class CausalLMText:
         tied: whether the output matrix is the embedding matrix.
         attention: `eager`, or `sdpa` (which the engine runs on its MATH backend, the one with a second derivative).
         min_bytes, max_bytes: leave shorter and longer documents out.
-        modules: shell patterns of the source files, such as `["json/*", "argparse.py"]`; default PACKAGES, or all files of
-            `text_folder`.
+        modules: shell patterns of the source files, such as `["json/*", "argparse.py"]`; default PACKAGES, or all files
+            of `text_folder`.
         text_folder: a folder beside the experiment file with .py and .txt files, in place of the standard library.
-        queries: the split `held_out` (cut to the context like the training documents), or a file of `{"id": ..., "text": ...}`.
+        queries: the split `held_out` (cut to the context like the training documents), or a file of
+            `{"id": ..., "text": ...}`.
     """
 
     def __init__(
@@ -150,7 +142,7 @@ class CausalLMText:
         return text[: self.context - 1]
 
     def collate(self, examples: Sequence[bytes], /) -> dict[str, Tensor]:
-        """tokens and labels [rows, longest row] int64; a label is the token at its own place, IGNORED at start and padding.
+        """tokens and labels [rows, longest row] int64; a label is the token at its own place, or IGNORED.
 
         Padding is on the right, where causal attention never looks, so it needs no attention mask.
         """

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import hashlib
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from functools import cached_property
 from typing import Any
 
@@ -32,6 +32,7 @@ class InMemoryDataset:
             raise InputError("expected at least one training example, found none", field="task")
         if len(self.ids) != len(self._examples):
             raise InputError(f"found {len(self._examples)} examples but {len(self.ids)} ids", field="task")
+        identity: Any
         for index, identity in enumerate(self.ids):
             if not isinstance(identity, str) or not identity:
                 raise InputError(
@@ -43,6 +44,9 @@ class InMemoryDataset:
 
     def __getitem__(self, index: int, /) -> Any:
         return self._examples[index]
+
+    def __iter__(self) -> Iterator[Any]:
+        return iter(self._examples)
 
     @cached_property
     def digest(self) -> str:

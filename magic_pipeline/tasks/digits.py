@@ -1,7 +1,7 @@
 """`digits_classifier`: scikit-learn's bundled 1,797 handwritten digits (8 x 8 pixels), an MLP or a small conv net.
 
-The first `train_size` digits in the bundled order are the training data, the rest are the test split; the bundled order runs
-writer by writer, so most test digits are in the hands of people whom the model has not seen.
+The first `train_size` digits in the bundled order are the training data, the rest are the test split; the bundled order
+runs writer by writer, so most test digits are in the hands of people whom the model has not seen.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from magic_pipeline.tasks.query_source import QueryLine, QuerySource, read_query
 from magic_pipeline.tasks.settings import check_choice, check_count
 
 if TYPE_CHECKING:
-    from PIL.Image import Image
+    import PIL.Image
 
 ACTIVATIONS: dict[str, type[nn.Module]] = {"tanh": nn.Tanh, "gelu": nn.GELU, "silu": nn.SiLU, "relu": nn.ReLU}
 DEFAULT_HIDDEN = {"mlp": 64, "conv": 16}
@@ -42,12 +42,12 @@ class DigitsClassifier:
     """A classifier of handwritten digits; an example's loss and a query's measurement are its cross entropy.
 
     Args:
-        model: `mlp` (64 - hidden - 10) or `conv` (two 3 x 3 convolutions, average pooling between them, a linear layer).
+        model: `mlp` (64 - hidden - 10) or `conv` (two 3 x 3 convolutions, average pooling between, a linear layer).
         hidden: hidden units of the MLP (default 64), or channels of the conv net (default 16).
         train_size: how many of the 1,797 digits to train on; the others are the split `test`.
         activation: tanh, gelu, silu or relu. Scores predict retraining best where the model is smooth.
         queries: the split `test` (ids like `test-0007-digit-3`: position in the split, label), or a file of
-            `{"id": ..., "index": n}` or `{"id": ..., "indices": [...], "coefficients": [...]}` with positions in that split.
+            `{"id": ..., "index": n}` or `{"id": ..., "indices": [...], "coefficients": [...]}` with positions in it.
     """
 
     def __init__(
@@ -125,14 +125,14 @@ class DigitsClassifier:
         dtype = next(model.parameters()).dtype
         return F.cross_entropy(model(batch["pixels"].to(dtype)), batch["labels"], reduction="none")
 
-    def render(self, example: Digit) -> str | Image:
+    def render(self, example: Digit) -> str | PIL.Image.Image:
         """The digit as a 96 x 96 picture, dark ink on white; its label as text where Pillow is not installed."""
         if importlib.util.find_spec("PIL") is None:
             return f"a handwritten {example.label}"
-        from PIL import Image as pillow
+        from PIL import Image
 
         ink = 255 - (example.pixels * 255).round().to(torch.uint8)
-        return pillow.fromarray(ink.numpy(), mode="L").resize((96, 96), pillow.Resampling.NEAREST)
+        return Image.fromarray(ink.numpy(), mode="L").resize((96, 96), Image.Resampling.NEAREST)
 
 
 def _name(split: str, index: int, digit: Digit) -> str:

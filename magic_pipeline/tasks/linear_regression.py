@@ -3,7 +3,8 @@
 Under plain SGD with learning rates eta_t and batches of B_t rows, the step is theta[t+1] = A_t theta[t] + b_t with
 A_t = I - (eta_t / B_t) sum_{i in batch t} x_i x_i^T, so that
 
-    score[i, q] = - sum_{t: i in batch t} (eta_t / B_t) (x_i . theta[t] - y_i) x_i^T A_{t+1}^T ... A_{N-1}^T grad phi_q(theta[N])
+    score[i, q] = - sum_{t: i in batch t} (eta_t / B_t) (x_i . theta[t] - y_i) x_i^T lambda[t+1]
+    lambda[t+1] = A_{t+1}^T ... A_{N-1}^T grad phi_q(theta[N])
 """
 
 from __future__ import annotations
@@ -39,7 +40,7 @@ class LinearRegression:
         examples, features: the size of the drawn data (x standard normal, y = x . w + noise of 0.1).
         query_count: how many held-out points are drawn.
         data_seed: of the draw.
-        data: a .npz file beside the experiment file with x [n, d], y [n], query_x [q, d], query_y [q], in place of the draw.
+        data: a .npz file beside the experiment file to take instead: x [n, d], y [n], query_x [q, d], query_y [q].
         queries: the split `test`; default all of it.
     """
 
@@ -103,10 +104,13 @@ class LinearRegression:
 def _drawn(examples: int, queries: int, features: int, seed: int) -> tuple[list[Point], list[Point]]:
     generator = torch.Generator().manual_seed(seed)
     weights = torch.randn(features, generator=generator, dtype=torch.float64)
-    x = torch.randn(examples + queries, features, generator=generator, dtype=torch.float64)
-    y = x @ weights + 0.1 * torch.randn(len(x), generator=generator, dtype=torch.float64)
-    points = _points(x.numpy(), y.numpy())
-    return points[:examples], points[examples:]
+
+    def draw(count: int) -> list[Point]:
+        x = torch.randn(count, features, generator=generator, dtype=torch.float64)
+        noise = torch.randn(count, generator=generator, dtype=torch.float64)
+        return _points(x.numpy(), (x @ weights + 0.1 * noise).numpy())
+
+    return draw(examples), draw(queries)
 
 
 def _read(file: Path) -> tuple[list[Point], list[Point]]:

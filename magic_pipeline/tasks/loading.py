@@ -1,4 +1,4 @@
-"""From the experiment file's `task:` section to a Task. No torch here: a task's module is imported when it is asked for."""
+"""From the experiment file's `task:` section to a Task. No torch here: a task's module is imported when asked for."""
 
 from __future__ import annotations
 
@@ -27,34 +27,36 @@ REGISTERED: Mapping[str, str] = {
 FROM_LOADER = ("queries", "folder")
 
 
-def load_task(type: str, settings: Mapping[str, Any], *, folder: Path, queries: QuerySource | None) -> Task:
+def load_task(task_type: str, settings: Mapping[str, Any], *, folder: Path, queries: QuerySource | None) -> Task:
     """The task of an experiment, built as `cls(**settings)`.
 
     Args:
-        type: a registered name, or `package.module:ClassName`; modules in `folder` can be imported.
+        task_type: a registered name, or `package.module:ClassName`; modules in `folder` can be imported.
         settings: the other fields of the `task:` section.
         folder: the experiment file's folder; passed as `folder=` if the constructor names that parameter.
         queries: the `queries:` section; passed as `queries=` if the constructor names that parameter.
 
     Raises:
-        InputError: the module, class, a setting or a required method is not there, the constructor refuses a value, or the
-            experiment has a `queries:` section that the task would ignore.
+        InputError: the module, class, a setting or a required method is not there, the constructor refuses a value, or
+            the experiment has a `queries:` section that the task would ignore.
     """
-    cls = _find_class(type, folder)
+    cls = _find_class(task_type, folder)
     accepted = inspect.signature(cls).parameters
-    _check_settings(type, settings, accepted)
+    _check_settings(task_type, settings, accepted)
     if queries is not None and "queries" not in accepted:
-        raise InputError(f"{type} brings its own queries and takes no queries: section; remove it", field="queries")
+        raise InputError(
+            f"{task_type} brings its own queries and takes no queries: section; remove it", field="queries"
+        )
     given = {"queries": _absolute(queries, folder), "folder": folder}
     extra = {name: given[name] for name in FROM_LOADER if name in accepted}
     try:
         task: Task = cls(**settings, **extra)
     except (TypeError, ValueError) as error:
-        raise InputError(f"{type} refuses its settings: {error}", field="task") from error
+        raise InputError(f"{task_type} refuses its settings: {error}", field="task") from error
     from magic_pipeline.tasks.protocol import REQUIRED_METHODS
 
     if missing := [name for name in REQUIRED_METHODS if not callable(getattr(task, name, None))]:
-        raise InputError(f"{type} is not a Task: it has no {', '.join(missing)}", field="task.type")
+        raise InputError(f"{task_type} is not a Task: it has no {', '.join(missing)}", field="task.type")
     return task
 
 
@@ -125,7 +127,7 @@ def _importable(folder: Path) -> Iterator[None]:
 
 
 def _refuse_namesake(module_name: str, folder: Path) -> None:
-    """Python keeps one module per name: a second experiment folder with a module of that name would silently get the first's."""
+    """Python keeps one module per name: a second folder with a module of that name would silently get the first's."""
     top = module_name.partition(".")[0]
     loaded = getattr(sys.modules.get(top), "__file__", None)
     here = [path.resolve() for path in (folder / f"{top}.py", folder / top / "__init__.py") if path.is_file()]

@@ -1,8 +1,8 @@
 """The Task protocol: what a task must say so that its training can be attributed, and what it may say.
 
-A task names five things: the model, the training data, the queries, how examples become a batch, and each example's loss.
-Everything else has a default, given here as a function of the same name (`denominator`, `measurement`, ...): call these
-functions rather than the methods, and a task that leaves a method out is served too. Nothing here trains anything.
+A task names five things: the model, the training data, the queries, how examples become a batch, and each example's
+loss. Everything else has a default, given here as a function of the same name (`denominator`, `measurement`, ...): call
+these functions rather than the methods, and a task that leaves one out is served too. Nothing here trains anything.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ __all__ = [
 ]
 
 Batch = Any
-"""Any pytree of tensors (nested dict, list, tuple); in the tasks here a dict of tensors. Rows come first in every tensor."""
+"""Any pytree of tensors (nested dict, list, tuple); here a dict of tensors. Rows come first in every tensor."""
 
 
 class Dataset(Protocol):
@@ -77,12 +77,13 @@ class Query:
     coefficients: Sequence[float] = field(default=())
 
     def __post_init__(self) -> None:
-        if not isinstance(self.id, str) or not self.id:
+        identity: Any = self.id  # Any, and so below: tasks of all kinds of authors make queries
+        if not isinstance(identity, str) or not identity:
             raise InputError(f"expected a query's id to be a non-empty string, found {self.id!r}", field="queries")
         examples = tuple(self.examples)
         if not examples:
             raise self.error("expected at least one example, found none")
-        coefficients = tuple(self.coefficients) or (1.0 / len(examples),) * len(examples)
+        coefficients: tuple[Any, ...] = tuple(self.coefficients) or (1.0 / len(examples),) * len(examples)
         if len(coefficients) != len(examples):
             raise self.error(f"expected {len(examples)} coefficients, one per example, found {len(coefficients)}")
         for value in coefficients:
@@ -97,7 +98,7 @@ class Query:
 
 
 class Task(Protocol):
-    """What every task has. The engine sets the model's mode, dtype, device and seed; a task uses the module it is given.
+    """What every task has. The engine sets the model's mode, dtype, device and seed; a task uses the module given.
 
     A class may define these too, and gets the default of the same-named function of this module otherwise:
 
@@ -105,7 +106,8 @@ class Task(Protocol):
     * `measurement(model, batch) -> Tensor [rows]`: what a query measures of each of its examples;
     * `query_measurement(model, query) -> Tensor []`: phi itself, where it is not a sum over examples;
     * `units(batch) -> Tensor [rows, tokens]`: document indices, for packed rows;
-    * `render(example) -> str | PIL.Image.Image`: how a person sees an example in reports.
+    * `render(example) -> str | PIL.Image.Image`: how a person sees an example in reports;
+    * `version`: text to change when the class comes to compute something else, so that state of before is not resumed.
     """
 
     def build_model(self) -> nn.Module:
@@ -123,8 +125,8 @@ class Task(Protocol):
     def example_losses(self, model: nn.Module, batch: Batch, /) -> Tensor:
         """Unreduced, unweighted losses: [rows], or [rows, tokens] for token scores, in the model's dtype.
 
-        In the second form column s is the loss of the *target* at s, so column 0 is 0. A row's loss depends on other rows
-        only through the model's buffers and batch statistics.
+        In the second form column s is the loss of the *target* at s, so column 0 is 0. A row's loss depends on other
+        rows only through the model's buffers and batch statistics.
         """
 
 
@@ -160,7 +162,7 @@ def denominator(task: Task, batch: Batch) -> float:
 
 
 def measurement(task: Task, model: nn.Module, batch: Batch) -> Tensor:
-    """One value per example [rows]: `task.measurement(model, batch)`, by default the example's loss (summed over its tokens)."""
+    """One value per example [rows]: `task.measurement(model, batch)`, by default its loss (summed over its tokens)."""
     method = getattr(task, "measurement", None)
     values: Tensor = task.example_losses(model, batch) if method is None else method(model, batch)
     return values.flatten(1).sum(1) if values.dim() > 1 else values
@@ -171,8 +173,8 @@ def query_measurement(
 ) -> Tensor:
     """phi [] of a query: `task.query_measurement`, by default sum_k coefficients[k] * measurement_k.
 
-    The query's examples are a batch of their own, so no padding to the training batches' width. `place` moves the batch to the model's
-    device and dtype; by default `place_like` does.
+    The query's examples are a batch of their own, so no padding to the training batches' width. `place` moves the batch
+    to the model's device and dtype; by default `place_like` does.
     """
     method = getattr(task, "query_measurement", None)
     if method is not None:
@@ -198,7 +200,7 @@ def render(task: Task, example: Any) -> str | Image:
 
 
 def place_like(model: nn.Module, batch: Batch) -> Batch:
-    """The batch on the device of the model's first parameter, float tensors in its dtype; anything else in it as it is."""
+    """The batch on the device of the model's first parameter, float tensors in its dtype; all else in it as it is."""
     like = next(model.parameters())
 
     def move(leaf: Any) -> Any:

@@ -1,4 +1,4 @@
-"""Where the queries of an experiment come from: its `queries:` section, and the lines of a queries file. No torch here."""
+"""Where the queries of an experiment come from: its `queries:` section, and a queries file's lines. No torch here."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from magic_pipeline.errors import InputError
 
 @dataclass(frozen=True)
 class QuerySource:
-    """The `queries:` section: either a JSONL file, or the first `count` (default: all) examples of a split of the task's data.
+    """The `queries:` section: a JSONL file, or the first `count` (default: all) examples of a split of the task's data.
 
     Raises:
         InputError: neither or both of file and split; a count without a split, or below 1.

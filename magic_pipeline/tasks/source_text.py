@@ -1,6 +1,7 @@
 """Documents of source code and text: every top-level function and class of .py files, every paragraph of .txt files.
 
-The order and the held-out part are decided by each document's id alone, so that asking for more documents adds some and moves none.
+The order and the held-out part are decided by each document's id alone, so that asking for more documents adds some and
+moves none.
 """
 
 from __future__ import annotations
