@@ -1,4 +1,6 @@
-"""A chain: one folder of sealed checkpoints, one per step, and the readers' side of it. The trajectory is one, each query is one.
+"""A chain: a folder of sealed checkpoints, one per step, and the readers' side of it.
+
+The trajectory is one chain, each query is one.
 
 ```
 {folder}/epochs/{epoch:08d}.json                        create-only: taking it is the lease (lease.py writes)
@@ -7,8 +9,8 @@
 {folder}/manifests/{step:08d}.e{epoch:08d}.json         create-only: the commit of a checkpoint
 {folder}/complete.e{epoch:08d}.json                     create-only: the work is finished
 ```
-Without a manifest nothing exists. With one, every byte it names is verified before the checkpoint is given out. Damaged,
-unreadable or foreign: one warning that names the object and the reason, then the one before it.
+Without a manifest nothing exists. With one, every byte it names is verified before the checkpoint is given out.
+Damaged, unreadable or foreign: one warning that names the object and the reason, then the one before.
 """
 
 from __future__ import annotations
@@ -115,7 +117,7 @@ class Chain:
         return self._first_usable((name for name in reversed(self.sealed()) if name.step == step), expect)
 
     def newest(self, expect: Mapping[str, Any], *, order: Order) -> Checkpoint | None:
-        """The first usable checkpoint: steps from the lowest (a walk) or the highest (training), highest epoch first."""
+        """The first usable checkpoint: from the lowest step (a walk) or the highest (training), highest epoch first."""
         return self._first_usable(by_age(self.sealed(), order), expect)
 
     def completed(self, expect: Mapping[str, Any]) -> Checkpoint | None:
@@ -154,7 +156,7 @@ class Chain:
             raise DamagedObjectError(f"{self.store.url}/{path}: is no manifest: {error!r}") from error
 
     def highest_epoch(self) -> int:
-        """The highest epoch that any object names, 0 when nothing does: also where epoch objects were removed by hand."""
+        """The highest epoch that any object names (epoch objects may be removed by hand); 0 for an empty chain."""
         names = [*self.sealed(), *self.completions()]
         return max([0, *self.taken_epochs(), *(name.epoch for name in names)])
 

@@ -32,7 +32,7 @@ def document_content(raw: bytes, name: str) -> dict[str, Any]:
         whole = document_bytes(content) == raw
     except Exception as error:  # whatever garbage makes the parser raise, the object is damaged
         raise DamagedObjectError(
-            f"{name}: expected a JSON object with its digest, found {len(raw)} bytes that are none ({type(error).__name__})"
+            f"{name}: expected JSON with its digest, found {len(raw)} other bytes ({type(error).__name__})"
         ) from error
     if found != expected:
         raise DamagedObjectError(f"{name}: expected content of digest {expected}, found {found}")

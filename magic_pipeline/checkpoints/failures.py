@@ -20,7 +20,7 @@ def surfaced(
     Args:
         error: what arrived.
         handled: the exception that was being handled when the save began (`sys.exception()`). Python chains it below
-            everything raised since; a save made while an interrupt is handled must not report that interrupt as its own.
+            everything raised since; a save made while an interrupt is handled must not report it as its own.
         name: the object, for the message.
         written: bytes that went out before the failure.
         size: bytes that the object needs, where known.

@@ -17,7 +17,7 @@ class Holder:
 
     Attributes:
         run_id: the run on whose behalf it works, for people ("" when there is none).
-        host: the host's name, and `machine` a digest of its machine id ("" where it has none): a name alone is not unique.
+        host, machine: the host's name, which may not be unique, and a digest of its machine id ("" where it has none).
         boot_id: changes with every boot of the kernel.
         pid_namespace: a pid means something only inside it (containers on one kernel share the boot id).
         pid, started: a pid is reused, but never with the same start time.

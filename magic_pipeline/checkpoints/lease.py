@@ -1,8 +1,8 @@
 """The single writer's side of a chain: take, seal, complete, retire, clear, release.
 
-A lease is an epoch. Before every seal, completion and deletion its holder looks for a higher epoch and stops if there is one. The look
-and the write are not one atomic act, so a holder that was overtaken in between may still land one manifest. That is
-harmless: its name carries the old epoch, nothing is overwritten, and it is whole or it is not used.
+A lease is an epoch. Before every seal, completion and deletion its holder looks for a higher epoch, and stops if there
+is one. The look and the write are not one atomic act, so a holder that was overtaken in between may still land one
+manifest. That is harmless: its name carries the old epoch, nothing is overwritten, and it is whole or it is not used.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ def take(chain: Chain, holder: Holder | None = None) -> Lease:
     """The lease under a new epoch, if nobody else has it.
 
     The holder of the highest epoch is asked for. Released, or its process provably gone: taken over at once. This very
-    process: a new epoch too, and the former lease is lost (a process that starts its work over must not wait for itself).
+    process: a new epoch too, and the former lease is lost (a process that starts over must not wait for itself).
     An epoch object that is damaged names nobody: it is taken over with a warning, since waiting for an unknown holder
     could last for ever, and a live one notices before its next seal.
 
@@ -158,8 +158,8 @@ class Lease:
     def retire(self, *, order: Order, keep: int = 2) -> None:
         """Removes this lease's own checkpoints but the newest `keep` steps; safe to repeat and to be killed in.
 
-        The newest is read and verified first: while it is damaged nothing is removed, with a warning. Each manifest goes
-        before its blobs, so what is half removed does not exist.
+        The newest is read and verified first: while it is damaged nothing is removed, with a warning. Each manifest
+        goes before its blobs, so what is half removed does not exist.
 
         Raises: LeaseLostError, StorageError.
         """
@@ -174,7 +174,7 @@ class Lease:
                 self._remove(superseded)
 
     def clear(self, expect: Mapping[str, Any] | None = None) -> None:
-        """Once complete: removes every checkpoint, blob and leftover of own and older epochs but the complete manifest's.
+        """Once complete: removes all of own and older epochs but the complete manifest and its blobs.
 
         Safe to repeat and to be killed in.
 
@@ -195,9 +195,13 @@ class Lease:
             self.sweep()
 
     def sweep(self) -> None:
-        """Removes what killed writers of own and older epochs left: blobs that no manifest names, unfinished publications.
+        """Removes what killed writers of own and older epochs left: unnamed blobs, unfinished publications.
 
-        A manifest of a schema that this program cannot read keeps all blobs of its epoch. Safe to repeat and to be killed in. Raises LeaseLostError, StorageError."""
+        A manifest of a schema that this program cannot read keeps all blobs of its epoch. Safe to repeat and to be
+        killed in.
+
+        Raises: LeaseLostError, StorageError.
+        """
         with self._lock:
             self.check()
             store, chain = self.chain.store, self.chain
@@ -218,7 +222,7 @@ class Lease:
                     self.chain.store.sink.discard_unfinished(folder, name)
 
     def release(self) -> None:
-        """Ends the lease, so that the next `take` succeeds at once. Idempotent. Nothing can be written with it after."""
+        """Ends the lease, so that the next `take` succeeds at once. Idempotent; this lease writes no more."""
         with self._lock:
             if self._released:
                 return
@@ -290,8 +294,10 @@ class Lease:
                 self.chain.store.delete(f"{self.chain.blobs}/{blob.name}")
 
     def _blobs(self, name: SealedName) -> list[Blob] | None:
-        """What the manifest names. Empty where it is damaged or gone, so that its blobs are left to `sweep`; None, with a
-        warning, where it has a schema that this program cannot read: then it is not ours to remove."""
+        """What the manifest names; empty where it is damaged or gone, so that its blobs are left to `sweep`.
+
+        None, with a warning, where it has a schema that this program cannot read: then it is not ours to remove.
+        """
         try:
             return list(self.chain.manifest(name).blobs.values())
         except (MissingObjectError, DamagedObjectError):

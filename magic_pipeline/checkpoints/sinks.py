@@ -59,7 +59,7 @@ class Sink(Protocol):
         """Removes the object, durably; no error when it is gone already."""
 
     def unfinished(self, folder: str) -> Names:
-        """Names of objects whose publication a killed process left unfinished: invisible to `list`, but taking space."""
+        """Names of objects whose publication was begun and not finished: invisible to `list`, but taking space."""
 
     def discard_unfinished(self, folder: str, name: str) -> None:
         """Frees what unfinished publications of this name take. A writer still at it fails, and publishes nothing."""
@@ -213,7 +213,8 @@ def _link_new(temporary: Path, target: Path) -> None:
     except OSError as error:
         if error.errno in (errno.EPERM, errno.EOPNOTSUPP, errno.ENOSYS):
             raise StorageError(
-                f"{target}: this file system has no hard links, so nothing can be created exclusively; choose another storage"
+                f"{target}: this file system has no hard links, so nothing can be created exclusively; "
+                "choose another storage"
             ) from error
         raise
 
@@ -241,7 +242,7 @@ class MemorySink:
     """fsspec's memory:// of this process: for tests and trials. Nothing outlives the process."""
 
     def __init__(self, root: str) -> None:
-        import fsspec  # type: ignore[import-untyped]
+        import fsspec
 
         self._root = root.strip("/")
         self._files = fsspec.filesystem("memory")

@@ -97,7 +97,10 @@ class Store:
         return self._write_fresh(folder, prefix, ".pt", lambda stream: save_tensors(stored, stream), size)
 
     def read_blob(self, folder: str, blob: Blob) -> dict[str, Tensor]:
-        """The tensors bit for bit, on the CPU; every byte is verified first. Raises MissingObjectError, DamagedObjectError."""
+        """The tensors bit for bit, on the CPU; every byte is verified first.
+
+        Raises: MissingObjectError, DamagedObjectError.
+        """
         from magic_pipeline.checkpoints.tensor_files import load_tensors
 
         path = f"{folder}/{blob.name}"

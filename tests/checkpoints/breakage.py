@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import BinaryIO
 
 from magic_pipeline.checkpoints import Store
 
@@ -13,7 +14,10 @@ def raw_bytes(store: Store, path: str) -> bytes:
 
 
 def overwrite(store: Store, path: str, content: bytes) -> None:
-    store.sink.publish(path, lambda stream: [stream.write(content), None][1], exclusive=False)
+    def write(stream: BinaryIO) -> None:
+        stream.write(content)
+
+    store.sink.publish(path, write, exclusive=False)
 
 
 def flip_a_bit(store: Store, path: str, at: float = 0.5) -> None:

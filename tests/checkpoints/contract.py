@@ -95,7 +95,7 @@ class StoreContract:
         "tensor", [torch.eye(2).to_sparse(), torch.empty(2, device="meta")], ids=["sparse", "meta"]
     )
     def test_a_tensor_without_dense_data_is_refused_by_name(self, store: Store, tensor: Tensor) -> None:
-        with pytest.raises(TypeError, match="odd one"):
+        with pytest.raises(TypeError, match=r"odd one"):
             store.write_blob("blobs", {"odd one": tensor})
         assert store.list("blobs") == []
 
@@ -104,14 +104,14 @@ class StoreContract:
         blob = store.write_blob("blobs", state(1))
         damage(store, f"blobs/{blob.name}")
         for read in (store.read_blob, store.verify_blob):
-            with pytest.raises(DamagedObjectError, match=f"{blob.name}: expected .*, found "):
+            with pytest.raises(DamagedObjectError, match=rf"{blob.name}: expected .*, found "):
                 read("blobs", blob)
 
     @pytest.mark.parametrize("damage", DAMAGE.values(), ids=DAMAGE.keys())
     def test_a_damaged_json_object_is_named(self, store: Store, damage: Any) -> None:
         store.create_json("plan.json", {"a b": [1, 2.5, None, True], "text": "x y" * 20})
         damage(store, "plan.json")
-        with pytest.raises(DamagedObjectError, match="plan.json"):
+        with pytest.raises(DamagedObjectError, match=r"plan.json"):
             store.read_json("plan.json")
 
     @pytest.mark.parametrize(
@@ -119,7 +119,7 @@ class StoreContract:
     )
     def test_garbage_is_damage_and_never_another_error(self, store: Store, content: bytes) -> None:
         breakage.overwrite(store, "plan.json", content)
-        with pytest.raises(DamagedObjectError, match="plan.json"):
+        with pytest.raises(DamagedObjectError, match=r"plan.json"):
             store.read_json("plan.json")
 
     def test_missing_objects_are_named(self, store: Store, tmp_path: Path) -> None:
@@ -136,7 +136,7 @@ class StoreContract:
         assert list(tmp_path.glob("target*")) == []
 
     def test_json_comes_back_as_it_was(self, store: Store) -> None:
-        content = {
+        content: dict[str, Any] = {
             "text": 'é\n"\ud800',
             "numbers": [0, -0.0, 1e-300, 2**70],
             "none": None,
@@ -148,7 +148,7 @@ class StoreContract:
 
     def test_create_only_keeps_the_first(self, store: Store) -> None:
         store.create_json("one.json", {"n": 1})
-        with pytest.raises(ObjectExistsError, match="one.json"):
+        with pytest.raises(ObjectExistsError, match=r"one.json"):
             store.create_json("one.json", {"n": 2})
         assert store.read_json("one.json") == {"n": 1}
         store.replace_json("one.json", {"n": 3})
@@ -168,8 +168,10 @@ class StoreContract:
         for attempt in range(10):
             won.clear()
             threads = [threading.Thread(target=create, args=(index, f"race/{attempt}.json")) for index in range(8)]
-            [thread.start() for thread in threads]
-            [thread.join() for thread in threads]
+            for thread in threads:
+                thread.start()
+            for thread in threads:
+                thread.join()
             assert won == [store.read_json(f"race/{attempt}.json")["winner"]]
 
     def test_listing_is_direct_children_sorted_and_never_stale(self, store: Store) -> None:
@@ -186,7 +188,7 @@ class StoreContract:
     @pytest.mark.parametrize("path", ["../x", "/x", "a//b", "a/.hidden", "", "a/../../b"])
     def test_paths_cannot_leave_the_store(self, store: Store, path: str) -> None:
         for use in (store.exists, store.delete, store.list, store.read_json, lambda p: store.create_json(p, {})):
-            with pytest.raises(ValueError, match="expected parts"):
+            with pytest.raises(ValueError, match=r"expected parts"):
                 use(path)
 
     def test_files_come_back_or_leave_the_target_alone(self, store: Store, tmp_path: Path) -> None:
@@ -227,7 +229,7 @@ class StoreContract:
         try:
             raise KeyboardInterrupt
         except KeyboardInterrupt:
-            with pytest.raises(StorageError, match="no space left"):
+            with pytest.raises(StorageError, match=r"no space left"):
                 store.write_blob("blobs", state(1))
 
     def test_a_number_that_json_lacks_is_refused_by_place(self, store: Store) -> None:
@@ -417,7 +419,7 @@ class ChainContract:
         chain.store.write_blob(chain.blobs, state(1), prefix="e00000001-")
         second = chain.take()
         second.seal(8, {"rank0": state(8)}, FACTS)
-        with pytest.raises(StorageError, match="not complete"):
+        with pytest.raises(StorageError, match=r"not complete"):
             second.clear()
         assert len(chain.sealed()) == 2
         complete = second.complete({"scores": state(0)}, FACTS)
@@ -430,7 +432,7 @@ class ChainContract:
     def test_another_process_is_refused_while_the_holder_lives(self, chain: Chain) -> None:
         lease = chain.take(Holder.this_process("run-7"))
         asking = Holder(**{**Holder.this_process("run-8").as_json(), "pid": 1})
-        with pytest.raises(HeldError, match="held by run run-7, process") as caught:
+        with pytest.raises(HeldError, match=r"held by run run-7, process") as caught:
             chain.take(asking)
         assert caught.value.holder["run_id"] == "run-7" and f"{chain.epochs}/00000001.released.json" in str(
             caught.value
@@ -442,7 +444,7 @@ class ChainContract:
     def test_a_holder_elsewhere_is_believed_until_released_by_hand(self, chain: Chain) -> None:
         elsewhere = Holder("run-1", "another-host", "m", "b", "n", 1, "ticks:1")
         chain.take(elsewhere)
-        with pytest.raises(HeldError, match="cannot look at.*creating an empty object") as caught:
+        with pytest.raises(HeldError, match=r"cannot look at.*creating an empty object") as caught:
             chain.take()
         path = str(caught.value).rpartition(" ")[2].removeprefix(f"{chain.store.url}/")
         breakage.overwrite(chain.store, path, b"")
@@ -451,7 +453,7 @@ class ChainContract:
     def test_a_process_may_take_over_from_itself(self, chain: Chain) -> None:
         first, second = chain.take(), chain.take()
         assert (first.epoch, second.epoch) == (1, 2)
-        with pytest.raises(LeaseLostError, match="epoch 1 was taken over by epoch 2"):
+        with pytest.raises(LeaseLostError, match=r"epoch 1 was taken over by epoch 2"):
             first.seal(4, {"rank0": state(4)}, FACTS)
         assert chain.sealed() == []
 
@@ -468,7 +470,7 @@ class ChainContract:
         lease = chain.take()
         lease.seal(4, {"rank0": state(4)}, FACTS)
         chain.store.delete(chain.epoch_path(1))
-        with pytest.raises(LeaseLostError, match="was removed"):
+        with pytest.raises(LeaseLostError, match=r"was removed"):
             lease.seal(3, {"rank0": state(3)}, FACTS)
         assert chain.take().epoch == 2
 
@@ -523,7 +525,7 @@ class ChainContract:
     def test_a_released_lease_writes_no_more(self, chain: Chain) -> None:
         with chain.take() as lease:
             lease.seal(4, {"rank0": state(4)}, FACTS)
-        with pytest.raises(LeaseLostError, match="was released"):
+        with pytest.raises(LeaseLostError, match=r"was released"):
             lease.seal(3, {"rank0": state(3)}, FACTS)
 
     def test_audit_of_a_whole_chain_finds_nothing_and_of_strangers_something(self, chain: Chain) -> None:

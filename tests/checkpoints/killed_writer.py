@@ -92,7 +92,8 @@ def main(folder: Path) -> None:
                 assert status == 0, f"the writer failed: {status}"
                 break
             assert os.WTERMSIG(status) == signal.SIGKILL, status
-            print(json.dumps({"mode": mode, "n": n, "place": str(place)}), flush=True)
+            sys.stdout.write(json.dumps({"mode": mode, "n": n, "place": str(place)}) + "\n")
+            sys.stdout.flush()
 
 
 if __name__ == "__main__":

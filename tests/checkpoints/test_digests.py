@@ -47,7 +47,7 @@ def test_a_number_that_json_lacks_is_refused_by_field(number: float) -> None:
 
 @pytest.mark.parametrize("content", [{1: 2}, {"a": {None: 1}}, {"a": {1, 2}}, {"a": torch.ones(1)}, {"a": b"x"}])
 def test_what_json_would_change_is_refused(content: dict[str, object]) -> None:
-    with pytest.raises(TypeError, match="expected text as key|has no JSON form"):
+    with pytest.raises(TypeError, match=r"expected text as key|has no JSON form"):
         fingerprint(content)
 
 
@@ -62,10 +62,10 @@ def test_every_flipped_bit_and_every_truncation_of_a_document_is_found() -> None
     for bit in range(8 * len(whole)):
         damaged = bytearray(whole)
         damaged[bit // 8] ^= 1 << bit % 8
-        with pytest.raises(DamagedObjectError, match="^plan.json: "):
+        with pytest.raises(DamagedObjectError, match=r"^plan.json: "):
             document_content(bytes(damaged), "plan.json")
     for length in range(len(whole)):
-        with pytest.raises(DamagedObjectError, match="^plan.json: "):
+        with pytest.raises(DamagedObjectError, match=r"^plan.json: "):
             document_content(whole[:length], "plan.json")
 
 

@@ -139,7 +139,7 @@ def test_a_killed_holder_is_replaced_at_once_and_a_living_one_is_not(
     holder = start(started, tmp_path, "run-1")
     go(holder)
     assert answer(holder) == "took 1"
-    with pytest.raises(HeldError, match="held by run run-1.*which is running"):
+    with pytest.raises(HeldError, match=r"held by run run-1.*which is running"):
         chain.take()
     holder.send_signal(signal.SIGSTOP)
     with pytest.raises(HeldError):

@@ -73,7 +73,7 @@ def test_a_full_disk_is_named_with_path_and_bytes() -> None:
     with open(full, "wb", buffering=0) as stream:
         try:
             torch.save(torch.zeros(100_000), stream)
-        except Exception as error:
+        except (OSError, RuntimeError) as error:
             reason = surfaced(error, None, "store/blobs/x.pt", 0, 400_000)
     assert isinstance(reason, StorageError)
     assert str(reason).startswith("store/blobs/x.pt: no space left after 0 bytes of about 400000")
@@ -111,7 +111,7 @@ def test_a_folder_in_the_place_of_a_manifest_is_not_a_crash(tmp_path: Path) -> N
     assert lease.seal(4, {"rank0": state(4)}, FACTS).epoch == 2
 
 
-def test_the_loser_of_a_race_is_told_so_even_when_the_winner_cleans_up(
+def test_the_loser_of_a_race_is_told_so_when_the_winner_cleans_up(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     winner, loser, sync = Store(str(tmp_path)), Store(str(tmp_path)), os.fsync
