@@ -71,8 +71,8 @@ def _check_determinism(opened: OpenExperiment) -> None:
     again = [opened.dataset[index] for index in indices]
     if content_digest(opened.task.collate(examples)) != content_digest(opened.task.collate(again)):
         raise InputError(
-            f"the same examples ({', '.join(opened.dataset.ids[i] for i in indices)}) gave two different batches; the dataset and collate "
-            "must be deterministic (draw from a generator seeded by the example)",
+            f"the same examples ({', '.join(opened.dataset.ids[i] for i in indices)}) gave two different batches; "
+            "the dataset and collate must be deterministic (draw from a generator seeded by the example)",
             field="task",
         )
 

@@ -64,7 +64,9 @@ def _checked_batch(file: Path, step: int, batch: Any, examples: int) -> tuple[in
         raise _wrong(file, f"step {step} should be a non-empty list of example indices, found {batch!r}")
     for index in batch:
         if type(index) is not int or not 0 <= index < examples:
-            raise _wrong(file, f"step {step} names the example {index!r}; expected a whole number from 0 to {examples - 1}")
+            raise _wrong(
+                file, f"step {step} names the example {index!r}; expected a whole number from 0 to {examples - 1}"
+            )
     return tuple(batch)
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import time
 from typing import Any
 
@@ -11,7 +12,7 @@ from magic_pipeline.errors import DamagedObjectError, MissingObjectError, Object
 
 def describe(opened: OpenExperiment) -> None:
     """Writes experiment.json once and queries.json whenever the queries changed."""
-    try:
+    with contextlib.suppress(ObjectExistsError):
         opened.store.create_json(
             opened.layout.description,
             {
@@ -25,8 +26,6 @@ def describe(opened: OpenExperiment) -> None:
                 "created_unix": time.time(),
             },
         )
-    except ObjectExistsError:
-        pass
     content = {"queries": [{"id": q.id, "key": q.key, "digest": q.digest} for q in opened.queries]}
     if _current(opened) != content:
         opened.store.replace_json(opened.layout.queries, content)

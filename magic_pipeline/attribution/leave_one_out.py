@@ -70,7 +70,9 @@ def leave_one_out(
             results.append(LeftOut(opened.units[row], -float(scores[row]), change))
             observe(done, len(rows))
     predicted, actual = [r.predicted for r in results], [r.actual for r in results]
-    return LeaveOneOut(query.id, tuple(results), _pearson(predicted, actual), _pearson(_ranks(predicted), _ranks(actual)))
+    return LeaveOneOut(
+        query.id, tuple(results), _pearson(predicted, actual), _pearson(_ranks(predicted), _ranks(actual))
+    )
 
 
 def influential_and_random(scores: Sequence[float], count: int, seed: int = 0) -> list[int]:

@@ -232,18 +232,25 @@ def load_initial_weights(module: nn.Module, file: Path) -> None:
         InputError: a name or shape does not fit, or a trainable parameter is missing.
     """
     weights = _read_weights(file)
-    own = {**dict(module.named_parameters(remove_duplicate=False)), **dict(module.named_buffers(remove_duplicate=False))}
+    own = {
+        **dict(module.named_parameters(remove_duplicate=False)),
+        **dict(module.named_buffers(remove_duplicate=False)),
+    }
     unknown = sorted(weights.keys() - own.keys())
     if unknown:
         raise InputError(f"{unknown[0]!r} is no parameter or buffer of the model", file=file, field="init")
     given = {id(own[name]) for name in weights}
     missing = [n for n, p in module.named_parameters() if p.requires_grad and id(p) not in given]
     if missing:
-        raise InputError(f"the trainable parameter {missing[0]!r} is missing (of {len(missing)})", file=file, field="init")
+        raise InputError(
+            f"the trainable parameter {missing[0]!r} is missing (of {len(missing)})", file=file, field="init"
+        )
     for name, value in weights.items():
         if value.shape != own[name].shape:
             raise InputError(
-                f"{name!r} should have the shape {list(own[name].shape)}, found {list(value.shape)}", file=file, field="init"
+                f"{name!r} should have the shape {list(own[name].shape)}, found {list(value.shape)}",
+                file=file,
+                field="init",
             )
         with torch.no_grad():
             # Replaced, not copied into: a float64 weight must not pass through a float32 model on its way to a float64 run.

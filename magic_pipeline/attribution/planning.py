@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
+from itertools import pairwise
 from typing import Any
 
 import torch
@@ -12,10 +13,15 @@ import torch
 from magic_pipeline.attribution.opening import OpenExperiment
 from magic_pipeline.attribution.status import query_statuses, trajectory_status
 from magic_pipeline.attribution.training import chosen_threads, step_flops
-from magic_pipeline.attribution.walk_planner import MOST_LANES, choose_widths, memory_budget, seconds_of_graph, seconds_per_lane
+from magic_pipeline.attribution.walk_planner import (
+    choose_widths,
+    memory_budget,
+    seconds_of_graph,
+    seconds_per_lane,
+)
 from magic_pipeline.metagradient.numerics import exact_numerics
 from magic_pipeline.metagradient.segments import save_steps, segment_boundaries
-from magic_pipeline.metagradient.step import train_step
+from magic_pipeline.metagradient.step import StepRecord, train_step
 
 _PROBE_STEPS = 3
 
@@ -65,18 +71,23 @@ class Plan:
         """The plan for people, one fact a line."""
         left = self.queries - self.queries_finished
         held = "all of a segment's states" if self.hold is None else f"{self.hold} states at once (segments are split)"
-        training = "finished" if self.training_complete else f"{_duration(self.training_seconds)}, {_flops(self.training_flops)}"
-        return [
+        training = (
+            "finished"
+            if self.training_complete
+            else f"{_duration(self.training_seconds)}, {_flops(self.training_flops)}"
+        )
+        lines = [
             f"experiment   {self.experiment} ({self.fingerprint[:12]}) in {self.storage}",
             f"model        {self.parameters:,} trainable parameters on {self.device}, {self.threads} threads",
             f"training     {self.steps:,} steps in {self.segments:,} segments over {self.examples:,} examples: {training}",
-            f"walk         {left:,} of {self.queries:,} queries to do, {self.lanes} at a time, {self.chunk} per batched call: "
-            f"{_duration(self.walk_seconds)}, {_flops(self.walk_flops)}",
+            f"walk         {left:,} of {self.queries:,} queries to do, {self.lanes} at a time, {self.chunk} per batched call:",
+            f"             {_duration(self.walk_seconds)}, {_flops(self.walk_flops)}",
             f"memory       about {_bytes(self.peak_memory_bytes)} of a budget of {_bytes(self.memory_budget_bytes)}, holding {held}",
-            f"storage      trajectory {_bytes(self.trajectory_bytes)}, {_bytes(self.checkpoint_bytes)} a checkpoint of a query "
-            f"(two are kept while it is walked): {_bytes(self.stored_bytes)} at most",
+            f"storage      {_bytes(self.stored_bytes)} at most: the trajectory {_bytes(self.trajectory_bytes)}, a query's checkpoint",
+            f"             {_bytes(self.checkpoint_bytes)} (two are kept while it is walked)",
             f"at risk      {_duration(self.at_risk_seconds)} of work if the run is killed",
         ]
+        return lines if left else [line for line in lines if not line.startswith("at risk")]
 
 
 def plan_experiment(opened: OpenExperiment) -> Plan:
@@ -94,17 +105,9 @@ def _plan(opened: OpenExperiment, threads: int) -> Plan:
     status, queries = trajectory_status(opened), query_statuses(opened)
     setting = opened.experiment.attribution.segment_steps
     boundaries = status.boundaries or segment_boundaries(opened.steps, None if setting == "auto" else setting)
-    longest = max(b - a for a, b in zip(boundaries, boundaries[1:], strict=False))
-    state, shards, seconds = opened.initial_state, opened.data(0), []
-    record = None
-    for step in range(min(_PROBE_STEPS, opened.steps)):
-        began = time.perf_counter()
-        shards = opened.data(step)
-        state, record = train_step(opened.recipe, state, shards)
-        seconds.append(time.perf_counter() - began)
-    assert record is not None  # an experiment has at least one step
-    step_seconds = min(seconds)
-    flops = step_flops(opened)
+    longest = max(b - a for a, b in pairwise(boundaries))
+    step_seconds, record = _time_training(opened)
+    shards, flops = opened.data(record.state.step), step_flops(opened)
     left = [query for query in queries if not query.complete]
     widths = choose_widths(opened, record, shards, max(1, len(left)))
     groups = [len(left[at : at + widths.lanes]) for at in range(0, len(left), widths.lanes)]
@@ -146,6 +149,18 @@ def _plan(opened: OpenExperiment, threads: int) -> Plan:
         stored_bytes=trajectory_bytes + 2 * checkpoint * max(groups, default=0) + _scores_bytes(opened, len(queries)),
         at_risk_seconds=at_risk * max(per_step, default=step_seconds),
     )
+
+
+def _time_training(opened: OpenExperiment) -> tuple[float, StepRecord]:
+    """Seconds of the fastest of the first steps, and the record of the last of them."""
+    state, seconds = opened.initial_state, list[float]()
+    records: list[StepRecord] = []
+    for step in range(min(_PROBE_STEPS, opened.steps)):
+        began = time.perf_counter()
+        state, record = train_step(opened.recipe, state, opened.data(step))
+        seconds.append(time.perf_counter() - began)
+        records = [record]
+    return min(seconds), records[-1]
 
 
 def state_item_bytes(opened: OpenExperiment) -> int:

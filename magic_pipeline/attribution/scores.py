@@ -77,7 +77,9 @@ def read_scores(opened: OpenExperiment, key: str) -> ScoreTable:
     query, walk = opened.query(key), _finished_walk(opened, key)
     sealed = find_sheet(opened.store, opened.layout, key, walk)
     if sealed is None:
-        raise MagicError(f"query {query.id!r} has no score sheet yet; materialize attribution_scores (or call write_scores) first")
+        raise MagicError(
+            f"query {query.id!r} has no score sheet yet; materialize attribution_scores (or call write_scores) first"
+        )
     return _read(opened, sealed)
 
 
@@ -117,7 +119,9 @@ def _finished_walk(opened: OpenExperiment, key: str) -> str:
     query = opened.query(key)
     walk = query_statuses(opened, [key])[0].walk_digest
     if walk is None:
-        raise MagicError(f"query {query.id!r}: its walk is not finished; materialize segment_checkpoints (or call walk) first")
+        raise MagicError(
+            f"query {query.id!r}: its walk is not finished; materialize segment_checkpoints (or call walk) first"
+        )
     return walk
 
 

@@ -188,9 +188,7 @@ def _trajectory(stored: _Stored) -> TrajectoryStatus:
     return TrajectoryStatus(False, None, stored.steps, max(0, len(boundaries) - 1), reached, boundaries)
 
 
-def _queries(
-    stored: _Stored, trajectory: TrajectoryStatus, keys: Sequence[str] | None
-) -> tuple[QueryStatus, ...]:
+def _queries(stored: _Stored, trajectory: TrajectoryStatus, keys: Sequence[str] | None) -> tuple[QueryStatus, ...]:
     wanted = None if keys is None else set(keys)
     return tuple(_query(stored, trajectory, *query) for query in stored.queries if wanted is None or query[1] in wanted)
 

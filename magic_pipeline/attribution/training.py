@@ -15,7 +15,14 @@ from magic_pipeline.attribution.checking import check_before_training
 from magic_pipeline.attribution.describing import describe
 from magic_pipeline.attribution.expectations import of_training
 from magic_pipeline.attribution.ledger import record_training
-from magic_pipeline.attribution.observing import CheckpointSealed, Observe, ShouldStop, TrainingProgress, never, unobserved
+from magic_pipeline.attribution.observing import (
+    CheckpointSealed,
+    Observe,
+    ShouldStop,
+    TrainingProgress,
+    never,
+    unobserved,
+)
 from magic_pipeline.attribution.opening import OpenExperiment
 from magic_pipeline.attribution.progress import Pace
 from magic_pipeline.attribution.trajectory import (
@@ -36,8 +43,8 @@ from magic_pipeline.metagradient.segments import segment_boundaries
 from magic_pipeline.metagradient.state import TrainState
 from magic_pipeline.metagradient.step import train_step
 
-# Below this a step's threads spend their time waiting: 60 steps of a 5,000-parameter model took 0.2 s with one thread and 1.7 s with two
-# on a busy machine.
+# Below this a step's threads spend their time waiting: 60 steps of a 5,000-parameter model took 0.2 s with one thread and
+# 1.7 s with two on a busy machine.
 _FLOPS_WORTH_THREADS = 10**8
 
 

@@ -42,7 +42,12 @@ _CONSEQUENCE = {
 def verify_experiment(opened: OpenExperiment) -> Verification:
     """Every chain, plan, score file and description of this training fingerprint."""
     reader = _Reader(opened)
-    findings = [*reader.documents(), *reader.chains(), *reader.files(opened.layout.scores), *reader.files(opened.layout.matrix)]
+    findings = [
+        *reader.documents(),
+        *reader.chains(),
+        *reader.files(opened.layout.scores),
+        *reader.files(opened.layout.matrix),
+    ]
     return Verification(tuple(findings), reader.checked, reader.bytes)
 
 
@@ -84,7 +89,9 @@ class _Reader:
             try:
                 self.bytes += read_manifest(self.store, folder, name).blob.size
             except (DamagedObjectError, MissingObjectError, KeyError, TypeError, ValueError) as error:
-                yield Finding(f"{folder}/manifests/{name}", str(error), "it is not used; it is made again from the finished walk")
+                yield Finding(
+                    f"{folder}/manifests/{name}", str(error), "it is not used; it is made again from the finished walk"
+                )
 
     def _walks(self) -> Iterator[tuple[str, str]]:
         for key in self.store.list(f"{self.layout.root}/queries"):

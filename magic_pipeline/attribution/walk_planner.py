@@ -164,7 +164,9 @@ def _chunk(
         except RuntimeError as error:
             if width == 1:
                 raise
-            logger.warning("queries are pulled back one at a time, since an operation cannot be batched: %s", _first_line(error))
+            logger.warning(
+                "queries are pulled back one at a time, since an operation cannot be batched: %s", _first_line(error)
+            )
             break
     if setting != "auto":
         return max(timed, default=1)
@@ -218,7 +220,8 @@ def _random_cotangent(state: TrainState, lanes: int) -> Cotangent:
 
     def noise(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
         return {
-            n: torch.randn(lanes, *t.shape, generator=generator, dtype=t.dtype, device=t.device) for n, t in tensors.items()
+            n: torch.randn(lanes, *t.shape, generator=generator, dtype=t.dtype, device=t.device)
+            for n, t in tensors.items()
         }
 
     return Cotangent(

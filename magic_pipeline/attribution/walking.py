@@ -117,7 +117,9 @@ def query_gradient(opened: OpenExperiment, query: OpenQuery, state: TrainState) 
     with torch.enable_grad():
         phi = opened.phi(query, params, buffers)
         gradient = torch.autograd.grad(phi, [*params.values(), *buffers.values()], allow_unused=True)
-    for name, part in zip([*(f"params/{n}" for n in params), *(f"buffers/{n}" for n in buffers)], gradient, strict=True):
+    for name, part in zip(
+        [*(f"params/{n}" for n in params), *(f"buffers/{n}" for n in buffers)], gradient, strict=True
+    ):
         if part is not None:
             flat[name] = part.detach()
     if not all(bool(torch.isfinite(part).all()) for part in [phi, *flat.values()]):
@@ -180,7 +182,9 @@ class _Cohort:
             member.lane = self.plan.lane(member.query.key)
             self._wait(member, final)
         self.pace = Pace()
-        self.steps_redone = most_redone(self.opened.store, self.opened.layout, {k: s for k, (s, _) in self.waiting.items()})
+        self.steps_redone = most_redone(
+            self.opened.store, self.opened.layout, {k: s for k, (s, _) in self.waiting.items()}
+        )
         position = max(step for step, _ in self.waiting.values())
         while position > 0 and (self.waiting or self._active()):
             start = max(boundary for boundary in self.plan.boundaries if boundary < position)
@@ -303,10 +307,15 @@ class _Cohort:
     def _warn_where_bits_may_differ(self) -> None:
         now = {"device": self.opened.recipe.model.device.type, **versions()}
         planned = {"device": self.plan.device, **self.plan.versions}
-        differing = [f"{name} {planned.get(name)} -> {now.get(name)}" for name in sorted(now | planned) if planned.get(name) != now.get(name)]
+        differing = [
+            f"{name} {planned.get(name)} -> {now.get(name)}"
+            for name in sorted(now | planned)
+            if planned.get(name) != now.get(name)
+        ]
         if differing:
             logger.warning(
-                "the walk was planned elsewhere (%s): it goes on, exact to rounding but not to the last bit", ", ".join(differing)
+                "the walk was planned elsewhere (%s): it goes on, exact to rounding but not to the last bit",
+                ", ".join(differing),
             )
 
 

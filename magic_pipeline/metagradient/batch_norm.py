@@ -29,7 +29,7 @@ def _forward(self: _BatchNorm, x: Tensor) -> Tensor:
     variance; with `momentum=None` they are the mean over all batches so far. New running statistics are *assigned*: under
     functional_call the caller reads them back, with their gradient path.
     """
-    self._check_input_dim(x)
+    self._check_input_dim(x)  # type: ignore[no-untyped-call]
     axes = [axis for axis in range(x.dim()) if axis != 1]
     if self.training or self.running_mean is None:
         mean = x.mean(axes)
@@ -37,9 +37,9 @@ def _forward(self: _BatchNorm, x: Tensor) -> Tensor:
         if self.training and self.track_running_stats and self.running_mean is not None:
             _move_running_statistics(self, mean, var, x.numel() // x.shape[1])
     else:
-        mean, var = cast(Tensor, self.running_mean), cast(Tensor, self.running_var)
+        mean, var = self.running_mean, cast(Tensor, self.running_var)
     normalised = (x - _along_channels(mean, x)) * _along_channels(torch.rsqrt(var + self.eps), x)
-    if self.weight is None:
+    if not self.affine:
         return normalised
     return normalised * _along_channels(self.weight, x) + _along_channels(self.bias, x)
 

@@ -110,7 +110,8 @@ class FunctionalModel:
             raise InputError(f"the step changed the buffer {moved[0]!r}, which the first step left alone", field="task")
         if losses.dim() != 1 or losses.dtype != self.dtype:
             raise InputError(
-                f"example_losses gave {list(losses.shape)} of {losses.dtype}; expected [rows] of {self.dtype}", field="task"
+                f"example_losses gave {list(losses.shape)} of {losses.dtype}; expected [rows] of {self.dtype}",
+                field="task",
             )
         return Losses(losses, {n: after[n] for n in buffers}, {n: after[n].detach() for n in counters})
 
@@ -178,7 +179,9 @@ def _drops_out(module: nn.Module) -> bool:
     if isinstance(module, nn.modules.dropout._DropoutNd):
         return module.p > 0
     # Recurrent nets and attention hold their dropout as a number.
-    return float(getattr(module, "dropout", 0.0) if isinstance(getattr(module, "dropout", 0.0), float | int) else 0.0) > 0
+    return (
+        float(getattr(module, "dropout", 0.0) if isinstance(getattr(module, "dropout", 0.0), float | int) else 0.0) > 0
+    )
 
 
 def _switch_off_gradient_checkpointing(module: nn.Module) -> None:

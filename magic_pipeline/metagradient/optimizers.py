@@ -41,7 +41,7 @@ class Optimizer(Protocol):
 class SGD:
     """Stochastic gradient descent with momentum and coupled weight decay, as torch.optim.SGD (dampening 0).
 
-        d = g + weight_decay * p;   m' = momentum * m + d;   p' = p - lr * (d + momentum * m'  if nesterov else m')
+    d = g + weight_decay * p;   m' = momentum * m + d;   p' = p - lr * (d + momentum * m'  if nesterov else m')
     """
 
     momentum: float = 0.0
@@ -73,7 +73,9 @@ class SGD:
                 cot_d = cot.mul(-lr)
             else:
                 # m' reaches p' with -lr (times momentum under Nesterov, where d reaches p' directly too).
-                cot_m = cot_slots["momentum_buffer"][name].add(cot, alpha=-lr * (self.momentum if self.nesterov else 1.0))
+                cot_m = cot_slots["momentum_buffer"][name].add(
+                    cot, alpha=-lr * (self.momentum if self.nesterov else 1.0)
+                )
                 to_momentum[name] = cot_m.mul(self.momentum)
                 cot_d = cot_m.add(cot, alpha=-lr) if self.nesterov else cot_m
             to_grads[name] = cot_d
@@ -161,7 +163,7 @@ def clip(grads: Tensors, max_norm: float | None) -> Tensors:
 def clip_pull_back(grads: Tensors, max_norm: float | None, cot_grads: Tensors) -> Tensors:
     """The cotangent `[lanes, *shape]` of the clipped gradients to that of the gradients before clipping.
 
-        c = max_norm / (n + 1e-6);   to_g = c * cot - (c / (n + 1e-6) / n) * <g, cot> * g      where c < 1
+    c = max_norm / (n + 1e-6);   to_g = c * cot - (c / (n + 1e-6) / n) * <g, cot> * g      where c < 1
     """
     if max_norm is None:
         return cot_grads
@@ -172,7 +174,10 @@ def clip_pull_back(grads: Tensors, max_norm: float | None, cot_grads: Tensors) -
     lanes = len(next(iter(cot_grads.values())))
     # One reduction a lane, never a matrix product over lanes: its blocking would let a lane's position change bits.
     inner = torch.stack(
-        [torch.stack([(cot[lane] * grads[name]).sum() for name, cot in cot_grads.items()]).sum() for lane in range(lanes)]
+        [
+            torch.stack([(cot[lane] * grads[name]).sum() for name, cot in cot_grads.items()]).sum()
+            for lane in range(lanes)
+        ]
     )
     along = inner * (coefficient / (norm + 1e-6) / norm)
     return {
@@ -182,10 +187,12 @@ def clip_pull_back(grads: Tensors, max_norm: float | None, cot_grads: Tensors) -
 
 
 def _global_norm(grads: Tensors) -> Tensor:
-    norm = torch.linalg.vector_norm(torch.stack([torch.linalg.vector_norm(g) for g in grads.values()]))
+    norm: Tensor = torch.linalg.vector_norm(torch.stack([torch.linalg.vector_norm(g) for g in grads.values()]))
     if not torch.isfinite(norm):
         bad = [name for name, g in grads.items() if not torch.isfinite(g).all()]
-        raise NonFiniteError(f"the gradient's global norm is {float(norm)}; not finite in {', '.join(bad[:5]) or 'the sum'}")
+        raise NonFiniteError(
+            f"the gradient's global norm is {float(norm)}; not finite in {', '.join(bad[:5]) or 'the sum'}"
+        )
     return norm
 
 

@@ -9,7 +9,7 @@ example weights, of the running buffers, and of one query's measurement. So an o
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -79,15 +79,20 @@ def probe(
     graph = shard_graph(model, record, shard, 0, shard.denominator)
     generator = torch.Generator().manual_seed(shard.seed)
     along = {name: _direction(p, generator) for name, p in {**state.params, **state.buffers}.items()}
-    results, batchable = _pull_two_lanes(graph, {n: along[n] for n in state.params}, {n: along[n] for n in state.buffers})
+    results, batchable = _pull_two_lanes(
+        graph, {n: along[n] for n in state.params}, {n: along[n] for n in state.buffers}
+    )
     errors: dict[str, float] = {}
     exact = _as_walked(graph, results, along, state.params, state.buffers)
     with torch.enable_grad():
         params, buffers = leaves(state.params), leaves(state.buffers)
         phi = model.measurement(params, buffers, lambda m: measurement(m, model.place))
-        by_state = torch.autograd.grad(phi, [*params.values(), *buffers.values()], allow_unused=True)
+        by_state: Sequence[Tensor | None] = torch.autograd.grad(
+            phi, [*params.values(), *buffers.values()], allow_unused=True
+        )
     exact["the query's measurement"] = sum(
-        ((g * along[n]).sum() for n, g in zip([*params, *buffers], by_state, strict=True) if g is not None), torch.zeros((), dtype=dtype)
+        ((g * along[n]).sum() for n, g in zip([*params, *buffers], by_state, strict=True) if g is not None),
+        torch.zeros((), dtype=dtype),
     )
     for h in _STEPS[dtype]:
         for name, difference in ordinary.central_differences(shard, along, h).items():
@@ -97,7 +102,9 @@ def probe(
     return ProbeReport(errors, _TOLERANCE[dtype], dtype, batchable)
 
 
-def _pull_two_lanes(graph: ShardGraph, along: Tensors, along_buffers: Tensors) -> tuple[list[list[Tensor | None]], bool]:
+def _pull_two_lanes(
+    graph: ShardGraph, along: Tensors, along_buffers: Tensors
+) -> tuple[list[list[Tensor | None]], bool]:
     """Lane 0 pulls (along, 0), lane 1 pulls (0, along_buffers); in one call if that is possible."""
     lanes = []
     for name, tensor in graph.outputs.items():
@@ -115,7 +122,9 @@ def _pull_two_lanes(graph: ShardGraph, along: Tensors, along_buffers: Tensors) -
     except RuntimeError:
         # An operation without a batching rule; if something else is wrong, one lane at a time says so.
         single = [
-            pull_lanes(graph.outputs, inputs, {n: c[lane : lane + 1] for n, c in cotangents.items()}, keep_graph=lane == 0)
+            pull_lanes(
+                graph.outputs, inputs, {n: c[lane : lane + 1] for n, c in cotangents.items()}, keep_graph=lane == 0
+            )
             for lane in range(2)
         ]
         return [[None if r is None else r[0] for r in results] for results in single], False
@@ -156,7 +165,12 @@ class _Ordinary:
         measurement: Callable[[nn.Module, Callable[[Any], Any]], Tensor],
         train_mode: bool,
     ) -> None:
-        self.module, self.example_losses, self.measurement, self.train_mode = module, example_losses, measurement, train_mode
+        self.module, self.example_losses, self.measurement, self.train_mode = (
+            module,
+            example_losses,
+            measurement,
+            train_mode,
+        )
         self.place: Callable[[Any], Any] = lambda batch: batch
         self._params = {n: p for n, p in module.named_parameters() if p.requires_grad}
         self._buffers = dict(module.named_buffers())
@@ -183,7 +197,7 @@ class _Ordinary:
             weigh = torch.cat([along[n].flatten() for n in self._params])
             result["the gradient by buffers"] = difference(lambda e: (e["both"]["gradient"] * weigh).sum())
             result["the buffers that training changes"] = difference(
-                lambda e: sum(((e["buffers"][n] + e["both"]["buffers"][n]) * along[n]).sum() for n in changed)  # type: ignore[return-value]
+                lambda e: sum(((e["buffers"][n] + e["both"]["buffers"][n]) * along[n]).sum() for n in changed)
             )
         return result
 
@@ -195,7 +209,7 @@ class _Ordinary:
         device = next(iter(self._params.values())).device
         with torch.enable_grad(), twice_differentiable_kernels(recurrent=self._recurrent), seeded(shard.seed, device):
             losses = self.example_losses(self.module, self.place(shard.batch))
-            (losses.sum() / shard.denominator).backward()
+            torch.autograd.backward(losses.sum() / shard.denominator)
         gradient = torch.cat(
             [(torch.zeros_like(p) if p.grad is None else p.grad).flatten() for p in self._params.values()]
         )
@@ -239,8 +253,8 @@ def _refuse_if_wrong(errors: dict[str, float], tolerance: float) -> None:
     if wrong:
         name, error = max(wrong.items(), key=lambda item: item[1])
         raise InputError(
-            f"{name} is {error:.2g} off its central difference (tolerance {tolerance:.0e}): some operation of the model or its loss has "
-            "no correct second derivative here (an autograd.Function marked once_differentiable, gradient checkpointing, a detach, a "
-            "cast to a lower precision), so the scores would be silently wrong",
+            f"{name} is {error:.2g} off its central difference (tolerance {tolerance:.0e}): some operation of the model or "
+            "its loss has no correct second derivative here (an autograd.Function marked once_differentiable, gradient "
+            "checkpointing, a detach, a cast to a lower precision), so the scores would be silently wrong",
             field="task",
         )

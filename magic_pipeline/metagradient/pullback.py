@@ -77,16 +77,16 @@ class ShardGraph:
     weights: Tensor
 
 
-def shard_graph(
-    model: FunctionalModel, record: StepRecord, shard: Shard, index: int, denominator: float
-) -> ShardGraph:
+def shard_graph(model: FunctionalModel, record: StepRecord, shard: Shard, index: int, denominator: float) -> ShardGraph:
     """Builds the graph of shard number `index` of a step, at the step's own state."""
     params, buffers = leaves(record.state.params), leaves(record.shard_buffers[index])
     with torch.enable_grad():
         out = model.losses(params, buffers, record.shard_counters[index], shard.batch, shard.seed)
         weights = torch.ones_like(out.losses, requires_grad=True)
         loss = weighted_loss(out.losses, weights, denominator)
-        grads = torch.autograd.grad(loss, list(params.values()), create_graph=True, allow_unused=True)
+        grads: Sequence[Tensor | None] = torch.autograd.grad(
+            loss, list(params.values()), create_graph=True, allow_unused=True
+        )
     outputs = {f"grad/{name}": g for name, g in zip(params, grads, strict=True) if g is not None and g.requires_grad}
     outputs |= {f"buffer/{name}": b for name, b in out.buffers.items() if b.requires_grad}
     return ShardGraph(outputs, params, buffers, weights)
@@ -127,7 +127,7 @@ def pull_lanes(
     """
     # A single lane takes the plain call: batching it would only cost time.
     batched = len(next(iter(cotangents.values()))) > 1
-    results = torch.autograd.grad(
+    results: Sequence[Tensor | None] = torch.autograd.grad(
         list(outputs.values()),
         inputs,
         [cotangents[name] if batched else cotangents[name][0] for name in outputs],

@@ -34,12 +34,14 @@ def learning_rates(
         rates = tuple(float(value) for value in values or ())
         if len(rates) != steps:
             raise InputError(
-                f"the table has {len(rates)} learning rates, the run has {steps} steps", field="training.schedule.values"
+                f"the table has {len(rates)} learning rates, the run has {steps} steps",
+                field="training.schedule.values",
             )
     else:
         if warmup_steps > steps:
             raise InputError(
-                f"{warmup_steps} warm-up steps are more than the run's {steps} steps", field="training.schedule.warmup_steps"
+                f"{warmup_steps} warm-up steps are more than the run's {steps} steps",
+                field="training.schedule.warmup_steps",
             )
         rates = tuple(lr * _factor(name, step, steps, warmup_steps) for step in range(steps))
     bad = [step for step, rate in enumerate(rates) if not (math.isfinite(rate) and rate >= 0)]

@@ -115,7 +115,9 @@ def _flatten(params: Tensors, slots: Slots, buffers: Tensors) -> dict[str, Tenso
     return flat | {f"buffers/{name}": tensor for name, tensor in buffers.items()}
 
 
-def _unflatten(flat: Tensors) -> tuple[dict[str, Tensor], dict[str, dict[str, Tensor]], dict[str, Tensor], dict[str, Tensor]]:
+def _unflatten(
+    flat: Tensors,
+) -> tuple[dict[str, Tensor], dict[str, dict[str, Tensor]], dict[str, Tensor], dict[str, Tensor]]:
     params: dict[str, Tensor] = {}
     slots: dict[str, dict[str, Tensor]] = {}
     buffers: dict[str, Tensor] = {}

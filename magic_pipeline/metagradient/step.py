@@ -93,12 +93,12 @@ def train_step(
             out = recipe.model.losses(params, buffers, counters, shard.batch, shard.seed)
             row_weights = None if weights is None else weights[shard.units].to(out.losses)
             shard_loss = weighted_loss(out.losses, row_weights, denominator)
-            parts = torch.autograd.grad(shard_loss, list(params.values()), allow_unused=True)
+            parts: Sequence[Tensor | None] = torch.autograd.grad(shard_loss, list(params.values()), allow_unused=True)
         loss += float(shard_loss.detach())
         for (name, param), part in zip(params.items(), parts, strict=True):
             # A parameter that this shard does not use has the gradient 0.
-            part = torch.zeros_like(param) if part is None else part
-            grads[name] = grads[name] + part if name in grads else part
+            complete = torch.zeros_like(param) if part is None else part
+            grads[name] = grads[name] + complete if name in grads else complete
         buffers, counters = {n: b.detach() for n, b in out.buffers.items()}, out.counters
     if not math.isfinite(loss):
         raise NonFiniteError(f"the loss of training step {state.step} is {loss}")
@@ -121,7 +121,9 @@ def total_denominator(shards: Sequence[Shard], step: int) -> float:
     """`denom_t`, the sum over all shards of a step."""
     total = sum(shard.denominator for shard in shards)
     if not (math.isfinite(total) and total > 0):
-        raise InputError(f"the batch of training step {step} has the denominator {total}; expected more than 0", field="task")
+        raise InputError(
+            f"the batch of training step {step} has the denominator {total}; expected more than 0", field="task"
+        )
     return total
 
 

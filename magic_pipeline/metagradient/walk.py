@@ -32,7 +32,9 @@ class Lanes:
     def empty(cls, state: TrainState, lanes: int, units: int) -> Lanes:
         """Lanes of zeros that nobody has joined yet."""
         dtype, device = _float_kind(state)
-        return cls(Cotangent.zeros(state, lanes), torch.zeros(lanes, units, dtype=dtype, device=device), [False] * lanes)
+        return cls(
+            Cotangent.zeros(state, lanes), torch.zeros(lanes, units, dtype=dtype, device=device), [False] * lanes
+        )
 
     def join(self, lane: int, cotangent: Tensors, scores: Tensor) -> None:
         """A query takes `lane` at the step that the walk has reached."""
