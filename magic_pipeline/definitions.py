@@ -8,8 +8,7 @@ from pathlib import Path
 import dagster as dg
 
 from magic_pipeline.orchestration.building import build_definitions
-
-EXPERIMENTS_VARIABLE = "MAGIC_PIPELINE_EXPERIMENTS"
+from magic_pipeline.orchestration.headless import EXPERIMENTS_VARIABLE
 
 
 @dg.definitions

@@ -9,13 +9,15 @@ import dagster as dg
 from magic_pipeline.attribution.experiment import Experiment, recipe_content
 from magic_pipeline.checkpoints.digests import fingerprint
 
-# Raised when the numbers that the code computes change. The first is of training and walk, the second of what reports hold.
+# Raised when the numbers that the code computes change. The first is of training and walk, the second of what reports
+# hold.
 ENGINE_VERSION = "1"
 REPORT_VERSION = "1"
 
 
 def training_code_version(experiment: Experiment) -> str:
-    """Changes with the engine and with every setting that may change the trained model, so that an edited file shows as stale."""
+    """Changes with the engine and with every setting that may change the trained model, so that an edited file shows
+    as stale."""
     return f"{ENGINE_VERSION}-{fingerprint(recipe_content(experiment, split_matters=True))[:12]}"
 
 

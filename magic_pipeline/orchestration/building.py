@@ -1,4 +1,5 @@
-"""The Definitions of a folder of experiments. Loading them imports no torch and reads nothing but the experiment files."""
+"""The Definitions of a folder of experiments. Loading them imports no torch and reads nothing but the experiment
+files."""
 
 # No postponed annotations here: Dagster compares the annotation of `context` itself.
 
@@ -59,7 +60,8 @@ def experiment_jobs(experiment: Experiment) -> list[UnresolvedAssetJobDefinition
 
 
 def invalid_experiment_asset(path: Path, error: InputError) -> dg.AssetsDefinition:
-    """An asset that stands for a file that is wrong: its description is the error, and materializing it fails with it."""
+    """An asset that stands for a file that is wrong: its description is the error, and materializing it fails with
+    it."""
     stem = re.sub(r"[^A-Za-z0-9_]", "_", path.name)
 
     @dg.asset(

@@ -1,14 +1,16 @@
-"""What Dagster does with an error of the mission: fail for good, try again, or treat it as an interrupt. Decided here alone.
+"""What Dagster does with an error of the mission: fail for good, try again, or treat it as an interrupt. Decided here
+alone.
 
 | error | consequence |
 |---|---|
-| an interrupt, also one hidden in another error's context | raised as Dagster's interrupt: CANCELED, or the run is retried |
+| an interrupt, also one in another error's context | raised as Dagster's: CANCELED, or the run is retried |
 | StorageError, OSError, LeaseLostError, HeldError | tried again in the same run, up to three times |
 | any other error | the step fails for good, with the error's one line |
 """
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Iterator
 from contextlib import contextmanager
 
@@ -17,6 +19,8 @@ from dagster._core.errors import DagsterExecutionInterruptedError
 
 from magic_pipeline.errors import HeldError, InputError, LeaseLostError, MagicError, StorageError
 from magic_pipeline.orchestration.interrupts import is_interrupt
+
+logger = logging.getLogger("magic_pipeline.orchestration")
 
 RETRIES = 3
 _WAIT_SECONDS = (5, 20, 60)
@@ -35,7 +39,7 @@ def classified_failures(context: dg.OpExecutionContext | dg.AssetExecutionContex
             raise DagsterExecutionInterruptedError from error
         if isinstance(error, _TRANSIENT) and context.retry_number < RETRIES:
             wait = _WAIT_SECONDS[min(context.retry_number, len(_WAIT_SECONDS) - 1)]
-            context.log.warning(f"{one_line(error)}. Trying again in {wait} s.")
+            logger.warning("%s. Trying again in %d s.", one_line(error).rstrip("."), wait)
             raise dg.RetryRequested(max_retries=RETRIES, seconds_to_wait=wait) from error
         raise failure(error) from error
 

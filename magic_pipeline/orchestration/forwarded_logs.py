@@ -19,7 +19,7 @@ class _RunLogHandler(logging.Handler):
     def emit(self, record: logging.LogRecord) -> None:
         try:
             self._log.log(record.levelno, record.getMessage())
-        except Exception:
+        except Exception:  # noqa: BLE001 - logging's own rule: a handler reports and never raises
             # A run's log that cannot be written must not end the work that it tells of.
             self.handleError(record)
 

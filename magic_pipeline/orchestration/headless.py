@@ -23,6 +23,7 @@ from magic_pipeline.checkpoints.holder import is_gone
 from magic_pipeline.orchestration.processes import process_of, process_tags
 
 DEFINITIONS_MODULE = "magic_pipeline.definitions"
+EXPERIMENTS_VARIABLE = "MAGIC_PIPELINE_EXPERIMENTS"
 _ASSET_JOB = "__ASSET_JOB"
 # The run's log is kept in full; what the terminal shows is the command line's own choice.
 _QUIET_CONSOLE = {"loggers": {"console": {"config": {"log_level": "CRITICAL"}}}}
@@ -33,9 +34,10 @@ def execute_asset(
 ) -> dg.DagsterRun:
     """Execute one asset, or the range of its partitions from the first key to the last, and return the finished run.
 
-    The definitions are those of MAGIC_PIPELINE_EXPERIMENTS, as the UI loads them. The run is made as the UI makes it, with the
-    code location's origin, so that the UI can execute it again. It ignores pools: the store's lease guards the device.
-    An interrupt ends the run as failed; it is not retried by a daemon, since whoever interrupted a command wanted it to end.
+    The definitions are those of MAGIC_PIPELINE_EXPERIMENTS, as the UI loads them. The run is made as the UI makes it,
+    with the code location's origin, so that the UI can execute it again. It ignores pools: the store's lease guards
+    the device. An interrupt ends the run as failed; it is not retried by a daemon, since whoever interrupted a
+    command wanted it to end.
     """
     repository = ReconstructableRepository.for_module(DEFINITIONS_MODULE, "defs", working_directory=str(Path.cwd()))
     job = repository.get_reconstructable_job(_ASSET_JOB).get_subset(asset_selection={key})
@@ -54,7 +56,8 @@ def execute_asset(
     )
     execute_run(job, run, instance)
     finished = instance.get_run_by_id(run_id)
-    assert finished is not None
+    if finished is None:
+        raise RuntimeError(f"run {run_id} was deleted while it was executed")
     return finished
 
 
@@ -70,7 +73,8 @@ def _repository_origin() -> RemoteRepositoryOrigin:
 def mark_dead_runs(instance: dg.DagsterInstance) -> list[str]:
     """End, in Dagster's books, the runs whose process is provably gone. Returns their ids.
 
-    A run that was killed together with everything that watched it stays STARTED for ever otherwise, and keeps its pool slot.
+    A run that was killed together with everything that watched it stays STARTED for ever otherwise, and keeps its
+    pool slot.
     """
     unfinished = [status for status in DagsterRunStatus if status not in FINISHED_STATUSES]
     marked = []
@@ -101,6 +105,8 @@ def failure_of(instance: dg.DagsterInstance, run: dg.DagsterRun) -> tuple[str, s
         if data.error is not None:
             interrupted = data.error.cls_name in ("DagsterExecutionInterruptedError", "KeyboardInterrupt")
             return "interrupt" if interrupted else "other", data.error.message.strip().splitlines()[-1]
-    ends = [entry.dagster_event for entry in events if entry.dagster_event is not None and entry.dagster_event.is_failure]
+    ends = [
+        entry.dagster_event for entry in events if entry.dagster_event is not None and entry.dagster_event.is_failure
+    ]
     message = (ends[-1].message or "") if ends else ""
     return ("interrupt" if "interrupted" in message else "other"), message or f"the run ended as {run.status.value}"

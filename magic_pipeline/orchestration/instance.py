@@ -1,4 +1,5 @@
-"""The Dagster instance of a folder of experiments: persistent, local, configured for runs that may be killed at any time.
+"""The Dagster instance of a folder of experiments: persistent, local, configured for runs that may be killed at any
+time.
 
 `DAGSTER_HOME` names it where that is set; otherwise it is `.magic/dagster` beside the experiment files.
 """

@@ -1,7 +1,8 @@
-"""Signals during a walk. Dagster has no grace period: its handlers raise at the next bytecode, also inside the sealing of a segment.
+"""Signals during a walk. Dagster has no grace period: its handlers raise at the next bytecode, also inside the
+sealing of a segment.
 
-So whoever walks owns SIGTERM and SIGINT for that time: the handler only sets a flag, the walk looks at it after each step and seals what
-is done, and then the interrupt that Dagster would have raised is raised.
+So whoever walks owns SIGTERM and SIGINT for that time: the handler only sets a flag, the walk looks at it after each
+step and seals what is done, and then the interrupt that Dagster would have raised is raised.
 """
 
 from __future__ import annotations
@@ -21,8 +22,8 @@ _SIGNALS = (signal.SIGTERM, signal.SIGINT)
 
 @contextmanager
 def deferred_interrupts() -> Iterator[Callable[[], bool]]:
-    """Within, SIGTERM and SIGINT do nothing but make the yielded function return True. At the end the former handlers are back and a
-    signal that came is raised as DagsterExecutionInterruptedError.
+    """Within, SIGTERM and SIGINT do nothing but make the yielded function return True. At the end the former handlers
+    are back and a signal that came is raised as DagsterExecutionInterruptedError.
 
     Outside the main thread, where Python delivers no signals, the function always returns False.
     """
@@ -57,7 +58,8 @@ def listen_to_interrupts() -> None:
 
 
 def is_interrupt(error: BaseException) -> bool:
-    """Whether the error is an interrupt, or came up while one was being raised (torch.save turns it into a RuntimeError)."""
+    """Whether the error is an interrupt, or came up while one was being raised (torch.save turns it into a
+    RuntimeError)."""
     seen: set[int] = set()
     current: BaseException | None = error
     while current is not None and id(current) not in seen:

@@ -1,4 +1,5 @@
-"""Materializations as events of their own, with the versions that Dagster's staleness needs, and what the event log holds."""
+"""Materializations as events of their own, with the versions that Dagster's staleness needs, and what the event log
+holds."""
 
 from __future__ import annotations
 
@@ -56,7 +57,8 @@ def log_partition(
 
 
 def _pointer(instance: dg.DagsterInstance, made_from: Input) -> str:
-    """The upstream event that carries the version which was used, as Dagster's staleness looks for newer ones after it."""
+    """The upstream event that carries the version which was used, as Dagster's staleness looks for newer ones after
+    it."""
     record = instance.get_latest_data_version_record(made_from.key, False, made_from.partition)
     if record is None:
         return NULL_EVENT_POINTER

@@ -1,7 +1,9 @@
-"""What every op does around the mission: names its process on the run, forwards logs, classifies failures, opens the experiment."""
+"""What every op does around the mission: names its process on the run, forwards logs, classifies failures, opens the
+experiment."""
 
 from __future__ import annotations
 
+import logging
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -18,6 +20,8 @@ from magic_pipeline.orchestration.processes import process_tags
 if TYPE_CHECKING:
     from magic_pipeline.attribution.opening import OpenExperiment
 
+logger = logging.getLogger("magic_pipeline.orchestration")
+
 HELD_POLL_SECONDS = 5.0
 _HELD_LOG_SECONDS = 60.0
 _last_opened: list[OpenExperiment] = []
@@ -27,7 +31,7 @@ _last_opened: list[OpenExperiment] = []
 def operating(context: dg.AssetExecutionContext) -> Iterator[None]:
     """Around the whole body of an op."""
     context.instance.add_run_tags(context.run.run_id, process_tags(context.run.run_id))
-    with classified_failures(context), forwarded_logs(context.log):
+    with forwarded_logs(context.log), classified_failures(context):
         yield
 
 
@@ -40,7 +44,7 @@ def opened_once(experiment: Experiment) -> OpenExperiment:
     return _last_opened[0]
 
 
-def wait_while_held(error: HeldError, *, since: float, log: Callable[[str], None], should_stop: Callable[[], bool]) -> None:
+def wait_while_held(error: HeldError, *, since: float, should_stop: Callable[[], bool]) -> None:
     """One wait for a live holder, named in the log about once a minute.
 
     Args:
@@ -48,7 +52,7 @@ def wait_while_held(error: HeldError, *, since: float, log: Callable[[str], None
     """
     waited = time.monotonic() - since
     if waited % _HELD_LOG_SECONDS < HELD_POLL_SECONDS:
-        log(f"{error} Waiting ({waited:.0f} s so far).")
+        logger.info("%s Waiting (%d s so far).", error, waited)
     until = time.monotonic() + HELD_POLL_SECONDS
     while time.monotonic() < until and not should_stop():
         time.sleep(0.2)

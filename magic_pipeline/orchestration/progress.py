@@ -26,8 +26,8 @@ STALL_SECONDS = 300.0
 class RunProgress:
     """Observes training or a walk on behalf of one run.
 
-    The first and the last step always give a line; in between a line comes at most every `LINE_SECONDS` and an observation every
-    `OBSERVATION_SECONDS`, as an event costs about as much as a small step.
+    The first and the last step always give a line; in between a line comes at most every `LINE_SECONDS` and an
+    observation every `OBSERVATION_SECONDS`, as an event costs about as much as a small step.
     """
 
     def __init__(self, context: dg.AssetExecutionContext) -> None:
@@ -48,7 +48,9 @@ class RunProgress:
         elif isinstance(event, TrainingProgress):
             self._steps += 1
             self._facts = {"step": event.step, "loss": event.loss, **_rates(event)}
-            self._tell(f"training: step {event.step} of {event.steps}, loss {event.loss:.4g}", event.step >= event.steps)
+            self._tell(
+                f"training: step {event.step} of {event.steps}, loss {event.loss:.4g}", event.step >= event.steps
+            )
         else:
             self._steps += 1
             self._facts = {
@@ -94,7 +96,9 @@ class RunProgress:
                 if idle >= stall_seconds:
                     warned_at = time.monotonic()
                     still = warned_at - self._moved
-                    logger.warning("stalled? No step was finished for %s (%d made so far)", duration(still), self._steps)
+                    logger.warning(
+                        "stalled? No step was finished for %s (%d made so far)", duration(still), self._steps
+                    )
 
         thread = threading.Thread(target=watch, name="stall watch", daemon=True)
         thread.start()

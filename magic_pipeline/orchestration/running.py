@@ -1,7 +1,7 @@
 """What `magic-pipeline run` does: one Dagster run per asset, for what is not finished and nothing else.
 
-Finished means that the store holds it and that the event log says so with the same data version. What the store holds and the event
-log lacks (killed between seal and report) is run too: its op finds the work done and only reports it.
+Finished means that the store holds it and that the event log says so with the same data version. What the store holds
+and the event log lacks (killed between seal and report) is run too: its op finds the work done and only reports it.
 """
 
 from __future__ import annotations
@@ -30,6 +30,8 @@ class RunFailedError(MagicError):
 
     def __init__(self, message: str, *, kind: str, run_id: str) -> None:
         self.kind, self.run_id = kind, run_id
+        # As for an InputError that is found before there is a run.
+        self.exit_code = 2 if kind == "input" else 1
         super().__init__(message)
 
 
@@ -48,7 +50,9 @@ class Outcome:
     marked: list[str] = field(default_factory=list)
 
 
-def run_experiment(instance: dg.DagsterInstance, experiment: Experiment, queries: Sequence[str] | None = None) -> Outcome:
+def run_experiment(
+    instance: dg.DagsterInstance, experiment: Experiment, queries: Sequence[str] | None = None
+) -> Outcome:
     """Bring the experiment's assets up to date, all queries or those of these ids.
 
     Raises:
@@ -148,7 +152,8 @@ class _Running:
 
 
 def contiguous_blocks(order: Sequence[str], chosen: Collection[str], at_most: int) -> Iterator[list[str]]:
-    """The chosen keys in runs that are contiguous in `order`, as a range of partitions takes everything between its ends.
+    """The chosen keys in runs that are contiguous in `order`, as a range of partitions takes everything between its
+    ends.
 
     >>> list(contiguous_blocks("abcdef", "abdef", 2))
     [['a', 'b'], ['d', 'e'], ['f']]

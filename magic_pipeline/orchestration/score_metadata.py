@@ -21,3 +21,8 @@ def score_metadata(opened: OpenExperiment, sheet: ScoreSheet, table: ScoreTable)
         "fingerprint": opened.fingerprint,
         "file": f"{opened.store.url}/{sheet.path}",
     }
+
+
+def terminal_report(opened: OpenExperiment, key: str) -> str:
+    """The table of a query's top examples for a terminal."""
+    return key

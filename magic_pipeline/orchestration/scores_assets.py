@@ -20,15 +20,16 @@ if TYPE_CHECKING:
 
 
 def scores_asset(experiment: Experiment) -> dg.AssetsDefinition:
-    """Writes each query's scores, with the table of its top examples and a plot; reports again what is written already."""
+    """Writes each query's scores, with the table of its top examples and a plot; reports again what is written
+    already."""
     assets = ExperimentAssets.of(experiment)
 
     @dg.asset(
         key=assets.scores,
         group_name=experiment.name,
         description=(
-            "The score of every training example for a query: how the query's measurement changes with the example's weight. Negative: "
-            "the example helps (more of it lowers the measured loss). One Parquet file a query."
+            "The score of every training example for a query: how the query's measurement changes with the example's "
+            "weight. Negative: the example helps (more of it lowers the measured loss). One Parquet file a query."
         ),
         deps=[assets.segments],
         partitions_def=assets.by_query(),
@@ -52,7 +53,8 @@ def scores_asset(experiment: Experiment) -> dg.AssetsDefinition:
 def _report_scores(
     context: dg.AssetExecutionContext, assets: ExperimentAssets, opened: "OpenExperiment", key: str
 ) -> MagicError | None:
-    """Write or find one query's sheet and report it; the error if its walk is not complete or it is no query any more."""
+    """Write or find one query's sheet and report it; the error if its walk is not complete or it is no query any
+    more."""
     from magic_pipeline.attribution.scores import read_scores, write_scores
     from magic_pipeline.attribution.status import query_statuses
 
@@ -63,7 +65,9 @@ def _report_scores(
     (status,) = query_statuses(opened, [key])
     if status.walk_digest is None:
         where = assets.segments.to_user_string()
-        return MagicError(f"query {query.id!r}: its walk is not complete; materialize its partition {key} of {where} first")
+        return MagicError(
+            f"query {query.id!r}: its walk is not complete; materialize its partition {key} of {where} first"
+        )
     again = status.scores_digest is not None
     # Writing again what is written already returns it.
     sheet = write_scores(opened, key)
@@ -85,7 +89,7 @@ def matrix_asset(experiment: Experiment) -> dg.AssetsDefinition:
     @dg.asset(
         key=assets.matrix,
         group_name=experiment.name,
-        description="The scores of all finished queries in one dataset: a row per training example, a column per query.",
+        description="The scores of all finished queries in one dataset: a row per example, a column per query.",
         deps=[assets.scores],
         kinds={"parquet"},
         code_version=REPORT_VERSION,

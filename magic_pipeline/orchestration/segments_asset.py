@@ -1,8 +1,8 @@
 """The asset `segment_checkpoints`: a materialized partition (query, rank) = that query's walk is complete on that rank.
 
-One op runs the gang: whatever ranks it was asked for, it walks its queries on all of them, together, and reports each partition by
-an event of its own as soon as it is complete. What was complete before is reported first: Dagster shows a planned partition that
-gets no event as failed.
+One op runs the gang: whatever ranks it was asked for, it walks its queries on all of them, together, and reports each
+partition by an event of its own as soon as it is complete. What was complete before is reported first: Dagster shows
+a planned partition that gets no event as failed.
 """
 
 # No postponed annotations here: Dagster compares the annotation of `context` itself.
@@ -21,7 +21,7 @@ from magic_pipeline.orchestration.instance import GPU_POOL
 from magic_pipeline.orchestration.interrupts import deferred_interrupts
 from magic_pipeline.orchestration.materializations import Input, log_partition
 from magic_pipeline.orchestration.operating import opened_once, operating, wait_while_held
-from magic_pipeline.orchestration.partitions import QUERY, RANK, ExperimentAssets, planned_keys
+from magic_pipeline.orchestration.partitions import ExperimentAssets, planned_keys
 from magic_pipeline.orchestration.progress import RunProgress
 
 if TYPE_CHECKING:
@@ -37,8 +37,9 @@ def segments_asset(experiment: Experiment) -> dg.AssetsDefinition:
         key=assets.segments,
         group_name=experiment.name,
         description=(
-            "Each query's gradient, walked back through the whole training run and sealed segment by segment. A materialized partition "
-            "is a complete walk. Interrupted, a walk goes on from its last sealed segment; finished queries are never walked again."
+            "Each query's gradient, walked back through the whole training run and sealed segment by segment. A "
+            "materialized partition is a complete walk. Interrupted, a walk goes on from its last sealed segment; "
+            "finished queries are never walked again."
         ),
         deps=[assets.trajectory],
         partitions_def=assets.by_query_and_rank(),
@@ -60,9 +61,9 @@ def segments_asset(experiment: Experiment) -> dg.AssetsDefinition:
 def _ranks_by_query(partitions: Sequence[str]) -> dict[str, list[str]]:
     planned: dict[str, list[str]] = {}
     for partition in partitions:
-        assert isinstance(partition, dg.MultiPartitionKey)
-        by_dimension = partition.keys_by_dimension
-        planned.setdefault(by_dimension[QUERY], []).append(by_dimension[RANK])
+        # Dagster names both dimensions in one key, in the alphabetical order of the dimensions.
+        query, rank = partition.rsplit("|", 1)
+        planned.setdefault(query, []).append(rank)
     return planned
 
 
@@ -94,7 +95,7 @@ class _Gang:
                     self._walk(should_stop)
                 except HeldError as error:
                     # Another run has the query: wait for it to finish, or to die, and see again what is left to do.
-                    wait_while_held(error, since=since, log=self.context.log.info, should_stop=should_stop)
+                    wait_while_held(error, since=since, should_stop=should_stop)
                     if should_stop():
                         raise InterruptedWalkError("stopped while waiting for another process") from error
                 self._report_complete()
@@ -102,7 +103,7 @@ class _Gang:
         if unknown:
             shown = ", ".join(unknown[:5]) + (f" and {len(unknown) - 5} more" if len(unknown) > 5 else "")
             raise InputError(
-                f"the experiment has no query for the partitions {shown}; delete these partitions, or bring the queries back",
+                f"the experiment has no query for the partitions {shown}; delete them, or bring the queries back",
                 field="queries",
             )
 

@@ -2,13 +2,14 @@
 
 # No postponed annotations here: Dagster compares the annotation of `context` itself.
 
+import logging
 import time
 from typing import TYPE_CHECKING, Any
 
 import dagster as dg
 
 from magic_pipeline.attribution.experiment import Experiment
-from magic_pipeline.errors import HeldError
+from magic_pipeline.errors import HeldError, InterruptedWalkError
 from magic_pipeline.orchestration.asset_versions import experiment_metadata, training_code_version
 from magic_pipeline.orchestration.instance import GPU_POOL
 from magic_pipeline.orchestration.interrupts import deferred_interrupts
@@ -20,6 +21,8 @@ if TYPE_CHECKING:
     from magic_pipeline.attribution.opening import OpenExperiment
     from magic_pipeline.attribution.trajectory import Trajectory
 
+logger = logging.getLogger("magic_pipeline.orchestration")
+
 
 def trajectory_asset(experiment: Experiment) -> dg.AssetsDefinition:
     """Trains, or goes on training, or reports again what is finished; then makes the queries partitions."""
@@ -29,8 +32,9 @@ def trajectory_asset(experiment: Experiment) -> dg.AssetsDefinition:
         key=assets.trajectory,
         group_name=experiment.name,
         description=(
-            "The training run: its states at segment boundaries and its final state, sealed in the storage. Materialize it first; "
-            "the queries then appear as partitions of the assets downstream. Interrupted, it goes on from the last sealed boundary."
+            "The training run: its states at segment boundaries and its final state, sealed in the storage. "
+            "Materialize it first; the queries then appear as partitions of the assets downstream. Interrupted, it "
+            "goes on from the last sealed boundary."
         ),
         metadata=experiment_metadata(experiment),
         kinds={"pytorch"},
@@ -41,10 +45,10 @@ def trajectory_asset(experiment: Experiment) -> dg.AssetsDefinition:
         with operating(context):
             opened = opened_once(experiment)
             progress = RunProgress(context)
-            trajectory = _train(context, opened, progress)
+            trajectory = _train(opened, progress)
             new = add_query_keys(context.instance, assets, (query.key for query in opened.queries))
             if new:
-                context.log.info(f"{len(new)} queries are new partitions of {assets.segments.to_user_string()}")
+                logger.info("%d queries are new partitions of %s", len(new), assets.segments.to_user_string())
             return dg.MaterializeResult(
                 data_version=dg.DataVersion(trajectory.digest), metadata=_metadata(opened, trajectory, progress)
             )
@@ -52,7 +56,7 @@ def trajectory_asset(experiment: Experiment) -> dg.AssetsDefinition:
     return training_trajectory
 
 
-def _train(context: dg.AssetExecutionContext, opened: "OpenExperiment", progress: RunProgress) -> "Trajectory":
+def _train(opened: "OpenExperiment", progress: RunProgress) -> "Trajectory":
     from magic_pipeline.attribution.describing import describe
     from magic_pipeline.attribution.training import train
 
@@ -63,7 +67,9 @@ def _train(context: dg.AssetExecutionContext, opened: "OpenExperiment", progress
                 trajectory = train(opened, observe=progress, should_stop=should_stop)
                 break
             except HeldError as error:
-                wait_while_held(error, since=since, log=context.log.info, should_stop=should_stop)
+                wait_while_held(error, since=since, should_stop=should_stop)
+                if should_stop():
+                    raise InterruptedWalkError("stopped while waiting for another process") from error
     describe(opened)
     return trajectory
 
