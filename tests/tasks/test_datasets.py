@@ -47,6 +47,8 @@ DIFFERENT: list[Any] = [
     {"a": 1, "b": 2},
     {"a": 2, "b": 1},
     {"a": ["b", 1]},
+    [b"", b"bytes"],
+    [b"bytes", b""],
     Pair(1, 2),
     Pair(2, 1),
     torch.zeros(2),
