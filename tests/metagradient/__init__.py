@@ -1,0 +1,1 @@
+"""Independent checks of the metagradient room: optimizers, one step, whole walks."""
