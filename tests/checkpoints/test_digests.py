@@ -69,6 +69,14 @@ def test_every_flipped_bit_and_every_truncation_of_a_document_is_found() -> None
             document_content(whole[:length], "plan.json")
 
 
+def test_altered_content_is_told_from_garbage() -> None:
+    altered = document_bytes({"lr": 0.1}).replace(b"0.1", b"0.2")
+    with pytest.raises(
+        DamagedObjectError, match=r"plan.json: expected content of digest xxh3_128:\w+, found xxh3_128:\w+"
+    ):
+        document_content(altered, "plan.json")
+
+
 def test_a_tensors_digest_is_of_values_and_not_of_memory() -> None:
     matrix = torch.arange(12.0).reshape(3, 4)
     digest = tensors_digest({"a": matrix, "b": torch.tensor(1)})

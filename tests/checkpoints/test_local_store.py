@@ -127,3 +127,10 @@ def test_the_loser_of_a_race_is_told_so_when_the_winner_cleans_up(
     with pytest.raises(ObjectExistsError):
         loser.create_json("epochs/2.json", {"by": "loser"})
     assert winner.read_json("epochs/2.json") == {"by": "winner"} and winner.sink.unfinished("epochs") == []
+
+
+def test_nothing_is_written_for_a_name_that_is_taken(tmp_path: Path) -> None:
+    store = Store(str(tmp_path))
+    store.create_json("a.json", {})
+    with pytest.raises(ObjectExistsError):
+        store.sink.publish("a.json", lambda _: pytest.fail("bytes were sent for nothing"), exclusive=True)
