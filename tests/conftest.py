@@ -6,6 +6,7 @@ import os
 from collections.abc import Callable
 from typing import NoReturn
 
+import hypothesis
 import pytest
 
 # Before torch, Dagster or Hugging Face are imported, and for the processes that tests start.
@@ -22,6 +23,12 @@ os.environ.update(
 # Test models are far too small for more threads, and the last bits of a sum depend on their number.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 os.umask(0o022)
+
+# How long an example takes says more about the machine's other work than about the code.
+hypothesis.settings.register_profile(
+    "project", deadline=None, print_blob=True, suppress_health_check=[hypothesis.HealthCheck.too_slow]
+)
+hypothesis.settings.load_profile("project")
 
 
 @pytest.fixture
