@@ -134,3 +134,12 @@ def test_nothing_is_written_for_a_name_that_is_taken(tmp_path: Path) -> None:
     store.create_json("a.json", {})
     with pytest.raises(ObjectExistsError):
         store.sink.publish("a.json", lambda _: pytest.fail("bytes were sent for nothing"), exclusive=True)
+
+
+def test_a_lane_is_stored_without_a_copy() -> None:
+    from magic_pipeline.checkpoints.tensor_files import storable
+
+    lanes = torch.randn(4, 3, 5)
+    (stored,) = storable({"lane": lanes[2]}).values()
+    assert stored.data_ptr() == lanes[2].data_ptr() and stored.untyped_storage().nbytes() == lanes[2].nbytes
+    assert stored.equal(lanes[2])
