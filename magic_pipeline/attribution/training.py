@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Mapping, Sequence
+from functools import cache
 from importlib.metadata import PackageNotFoundError, version
 from typing import Any
 
@@ -72,6 +73,7 @@ class _Training:
         self.losses: list[float] = []
         self.state_digests: list[str] = []
         self.pace = Pace()
+        self.sealed_at: int | None = None
 
     def run(self) -> Trajectory:
         newest = self._resumable()
@@ -88,6 +90,7 @@ class _Training:
             self.losses = newest.tensors(LOSSES)["losses"].tolist()
             self.state_digests = list(newest.facts["state_digests"])
             state = to_device(TrainState.from_flat(newest.step, newest.tensors(STATE)), self.opened.recipe.model.device)
+            self.sealed_at = newest.step
         resumed_from = state.step
         with exact_numerics(self.threads):
             if newest is None:
@@ -105,7 +108,8 @@ class _Training:
     def _segment(self, state: TrainState, stop: int, resumed_from: int) -> TrainState:
         for step in range(state.step, stop):
             if self.should_stop():
-                self._seal(state)
+                if self.sealed_at != state.step:
+                    self._seal(state)
                 raise InterruptedWalkError(f"training stopped before step {step}, as asked; a rerun goes on from there")
             state, record = train_step(self.opened.recipe, state, self.opened.data(step))
             self.losses.append(record.loss)
@@ -123,6 +127,7 @@ class _Training:
         if state.step in self.boundaries[len(self.state_digests) :]:
             self.state_digests.append(digest)
         sealed = self.lease.seal(state.step, {STATE: flat, LOSSES: self._losses()}, self._facts() | {"state": digest})
+        self.sealed_at = state.step
         self.observe(CheckpointSealed(None, state.step, sum(blob.size for blob in sealed.blobs.values())))
 
     def _losses(self) -> Mapping[str, torch.Tensor]:
@@ -164,8 +169,16 @@ def versions() -> dict[str, str]:
     """Versions of what can change a last bit, and of this project."""
     found = {"magic_pipeline": magic_pipeline.__version__, "torch": torch.__version__}
     for package in ("numpy", "transformers", "peft"):
-        try:
-            found[package] = version(package)
-        except PackageNotFoundError:
-            continue
+        installed = _installed(package)
+        if installed is not None:
+            found[package] = installed
     return found
+
+
+@cache
+def _installed(package: str) -> str | None:
+    """Its version. Remembered: looking it up takes longer than a step of a small model."""
+    try:
+        return version(package)
+    except PackageNotFoundError:
+        return None

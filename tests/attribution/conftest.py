@@ -1,0 +1,33 @@
+"""A folder for an experiment, and the scores of runs that nothing disturbed."""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+from torch import Tensor
+
+from tests.attribution.running import open_small, run
+
+
+@pytest.fixture(scope="session")
+def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Tensor]:
+    """`undisturbed(**changes)`: the scores [units, queries] of the small experiment with these changes, run in one go."""
+    known: dict[str, Tensor] = {}
+
+    def of(**changes: Any) -> Tensor:
+        name = json.dumps(changes, sort_keys=True)
+        if name not in known:
+            known[name] = run(open_small(tmp_path_factory.mktemp("undisturbed"), **changes))
+        return known[name]
+
+    return of
+
+
+@pytest.fixture(autouse=True)
+def _no_fsync(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Power cuts are the business of tests/checkpoints; thousands of fsyncs on a busy disk take minutes."""
+    monkeypatch.setattr(os, "fsync", lambda descriptor: None)
