@@ -79,8 +79,14 @@ class FunctionalModel:
         everything = {n: b.detach().clone() for n, b in self.module.named_buffers()}
         leaves = {n: b.clone().requires_grad_() if b.is_floating_point() else b.clone() for n, b in everything.items()}
         params = {n: p.clone().requires_grad_() for n, p in self.params.items()}
+        refusal: RuntimeError | None = None
         with torch.enable_grad():
-            _, after = self._run(params, leaves, example_batch, seed=0)
+            try:
+                _, after = self._run(params, leaves, example_batch, seed=0)
+            except RuntimeError as error:
+                # Autograd refuses to change a buffer in place that wants a gradient; as a constant, the buffer shows itself below.
+                refusal, leaves = error, {n: b.clone() for n, b in everything.items()}
+                _, after = self._run(params, leaves, example_batch, seed=0)
         changed = [n for n in everything if after[n] is not leaves[n] or not torch.equal(after[n], everything[n])]
         floats = [n for n in changed if everything[n].is_floating_point()]
         for name in floats:
@@ -91,6 +97,8 @@ class FunctionalModel:
                     "scores would be silently missing; remove it or replace it by a differentiable form",
                     field="task",
                 )
+        if refusal is not None:
+            raise refusal
         self._tracked = frozenset(changed)
         buffers = {n: everything[n] for n in floats}
         counters = {n: everything[n] for n in changed if n not in buffers}
