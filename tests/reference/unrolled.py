@@ -50,16 +50,21 @@ def initial_state(problem: Problem, replica: Replica) -> State:
 def gradient(
     problem: Problem, replica: Replica, state: State, buffers: Mapping[str, Tensor], part: MicroBatch, weights: Tensor
 ) -> tuple[list[Tensor], dict[str, Tensor], float]:
-    """One micro-batch's gradient of the weighted loss sum, differentiable; the buffers it leaves; its loss sum."""
-    module = replica.place(state.params, buffers).train(problem.train_mode)
+    """One micro-batch's gradient of the weighted loss sum, differentiable; the buffers it leaves; its loss sum.
+
+    Backward does not go into the forwards before, so the buffers that a micro-batch starts from are constants to *its*
+    gradient, though they depend on the same parameters: hence parameters of its own.
+    """
+    params = {name: value.view_as(value) for name, value in state.params.items()}
+    module = replica.place(params, buffers).train(problem.train_mode)
     with torch.random.fork_rng(devices=[]), sdpa_kernel(SDPBackend.MATH):
         torch.manual_seed(part.seed)
         losses = problem.example_losses(module, part.batch)
     loss = (weights[part.units] * losses).sum()
     grads: Sequence[Tensor | None] = torch.autograd.grad(
-        loss, list(state.params.values()), create_graph=True, allow_unused=True
+        loss, list(params.values()), create_graph=True, allow_unused=True
     )
-    filled = [torch.zeros_like(p) if g is None else g for p, g in zip(state.params.values(), grads, strict=True)]
+    filled = [torch.zeros_like(p) if g is None else g for p, g in zip(params.values(), grads, strict=True)]
     return filled, replica.taken(), loss.item()
 
 
