@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -35,7 +35,7 @@ from magic_pipeline.attribution.walk_planner import plan_cohorts
 from magic_pipeline.checkpoints.chain import Checkpoint
 from magic_pipeline.checkpoints.digests import fingerprint, tensors_digest
 from magic_pipeline.checkpoints.lease import Lease
-from magic_pipeline.errors import InterruptedWalkError, NonFiniteError
+from magic_pipeline.errors import HeldError, InterruptedWalkError, NonFiniteError
 from magic_pipeline.metagradient.numerics import exact_numerics
 from magic_pipeline.metagradient.state import Cotangent, Tensors, TrainState
 from magic_pipeline.metagradient.step import leaves
@@ -70,7 +70,7 @@ def walk(
         InputError: there is no such query.
         MagicError: training is not complete.
         HeldError: another live process walks one of them; nothing was begun.
-        NonFiniteError: a query's cotangent or scores are NaN or infinite; the other queries of its cohort are finished first.
+        NonFiniteError: a query's cotangent or scores are NaN or infinite; all other queries are finished first.
         TrajectoryMismatchError: a replayed state is not the sealed one.
         InterruptedWalkError: `should_stop` said so; what was reached is sealed.
     """
@@ -80,6 +80,7 @@ def walk(
     queries = {key: opened.query(key) for key in keys}
     todo = [q for q in queries.values() if not _is_complete(opened, trajectory, q)]
     resumed: dict[str, int | None] = {}
+    failures: list[NonFiniteError] = []
     redone = 0
     with ExitStack() as held:
         leases = {query.key: held.enter_context(opened.query_chain(query).take()) for query in todo}
@@ -92,6 +93,9 @@ def walk(
             with exact_numerics(plan.threads):
                 cohort.walk()
             redone += cohort.steps_redone
+            failures += cohort.failures
+    if failures:
+        raise failures[0]
     return WalkReport(resumed, redone, pace.seconds)
 
 
@@ -100,8 +104,8 @@ def _is_complete(opened: OpenExperiment, trajectory: Trajectory, query: OpenQuer
     if chain.completed(expect) is None:
         return False
     if chain.sealed():
-        # Killed between completing and clearing: what is left over is of no use to anybody.
-        with chain.take() as lease:
+        # Killed between completing and clearing: what is left over is of no use to anybody. Whoever is at it clears it too.
+        with suppress(HeldError), chain.take() as lease:
             lease.clear(expect)
     return True
 
@@ -152,12 +156,17 @@ def _member(opened: OpenExperiment, trajectory: Trajectory, query: OpenQuery, le
 
 
 def _plan_the_unplanned(opened: OpenExperiment, trajectory: Trajectory, members: Mapping[str, _Member]) -> None:
-    unplanned = [key for key, member in members.items() if member.plan is None]
-    for plan in plan_cohorts(opened, trajectory, unplanned):
-        for key in plan.cohort:
-            query = members[key].query
-            seal_plan(opened.store, opened.layout, key, query.digest, trajectory.digest, plan)
-            members[key].plan = plan
+    """Seals a plan for every query that has none: a new one, or that of its cohort.
+
+    A process killed between two plans of a cohort, or a damaged plan, must not change the width of the batched calls.
+    """
+    sealed = [member.plan for member in members.values() if member.plan is not None]
+    adopted = {key: plan for plan in sealed for key in plan.cohort if key in members and members[key].plan is None}
+    unplanned = [key for key, member in members.items() if member.plan is None and key not in adopted]
+    made = {key: plan for plan in plan_cohorts(opened, trajectory, unplanned) for key in plan.cohort}
+    for key, plan in (adopted | made).items():
+        seal_plan(opened.store, opened.layout, key, members[key].query.digest, trajectory.digest, plan)
+        members[key].plan = plan
 
 
 @dataclass
@@ -192,8 +201,6 @@ class _Cohort:
             position = start
         for member in self._active():
             self._complete(member)
-        if self.failures:
-            raise self.failures[0]
 
     def _wait(self, member: _Member, final: TrainState) -> None:
         """The query joins at the step it is sealed at, or at the end of the run with its gradient."""

@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
 from torch import Tensor
 
+from magic_pipeline.attribution.training import train
 from tests.attribution.running import open_small, run
 
 
@@ -31,3 +34,16 @@ def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Tenso
 def _no_fsync(monkeypatch: pytest.MonkeyPatch) -> None:
     """Power cuts are the business of tests/checkpoints; thousands of fsyncs on a busy disk take minutes."""
     monkeypatch.setattr(os, "fsync", lambda descriptor: None)
+
+
+@pytest.fixture(scope="session")
+def _trained(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("trained")
+    train(open_small(folder))
+    return folder
+
+
+@pytest.fixture
+def trained_folder(_trained: Path, tmp_path: Path) -> Path:
+    """A folder of its own, in whose store the small experiment's training is finished."""
+    return Path(shutil.copytree(_trained, tmp_path / "trained"))

@@ -63,14 +63,13 @@ def run(opened: OpenExperiment, *, observe: Observe = unobserved, should_stop: S
     """Trains, walks and writes all queries; their scores [units, queries]."""
     train(opened, observe=observe, should_stop=should_stop)
     walk(opened, keys(opened), observe=observe, should_stop=should_stop)
-    return scores(opened)
+    return torch.stack([scores(opened, key) for key in keys(opened)], dim=1)
 
 
-def scores(opened: OpenExperiment) -> Tensor:
-    """The sealed scores [units, queries], as their Parquet files hold them."""
-    for key in keys(opened):
-        write_scores(opened, key)
-    return torch.stack([torch.from_numpy(read_scores(opened, key).scores.copy()) for key in keys(opened)], dim=1)
+def scores(opened: OpenExperiment, key: str) -> Tensor:
+    """A query's scores [units], as its Parquet file holds them."""
+    write_scores(opened, key)
+    return torch.from_numpy(read_scores(opened, key).scores.copy())
 
 
 def same_bits(a: Tensor, b: Tensor) -> bool:
