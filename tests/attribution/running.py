@@ -73,7 +73,7 @@ def scores(opened: OpenExperiment, key: str) -> Tensor:
 
 
 def same_bits(a: Tensor, b: Tensor) -> bool:
-    return a.dtype == b.dtype and torch.equal(a.view(torch.uint8), b.view(torch.uint8))
+    return a.dtype == b.dtype and torch.equal(a.contiguous().view(torch.uint8), b.contiguous().view(torch.uint8))
 
 
 def relative_error(found: Tensor, expected: Tensor) -> float:

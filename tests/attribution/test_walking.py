@@ -78,7 +78,7 @@ def test_saves_count_back_from_the_end_of_the_run_whatever_the_segments_are(tmp_
 
 
 # A walk asks at every step, and a boundary is the last step of one segment and the first of the next.
-@pytest.mark.parametrize(("asked", "step"), enumerate((6, 5, 4, 4, 3, 2, 2, 1)))
+@pytest.mark.parametrize(("asked", "step"), list(enumerate((6, 5, 4, 4, 3, 2, 2, 1))))
 def test_a_walk_stopped_at_any_step_goes_on_from_that_very_step(
     trained_folder: Path, undisturbed: Undisturbed, asked: int, step: int
 ) -> None:
