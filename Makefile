@@ -15,7 +15,12 @@ help:
 	@echo "make bench   what a walk costs, in units of one training step"
 
 demo: $(INSTALLED)
-	$(VENV)/bin/magic-pipeline run experiments/digits.yaml
+	$(VENV)/bin/magic-pipeline run experiments/digits.yaml --show 12
+	@echo; echo "Do the scores predict retraining? The ten most influential examples of one query, and ten others, left out one by one:"
+	$(VENV)/bin/python benchmarks/leave_one_out.py experiments/digits.yaml
+	@$(VENV)/bin/magic-pipeline export experiments/digits.yaml --format png --output digits.png
+	@echo; echo "Look at the picture digits.png, and at every score's lineage in Dagster:"
+	@echo "    $(VENV)/bin/magic-pipeline ui experiments"
 
 test: check
 	$(RUN) pytest
@@ -27,7 +32,7 @@ check: $(INSTALLED)
 	$(VENV)/bin/lint-imports
 
 faults: $(INSTALLED)
-	$(RUN) pytest -m campaign tests
+	$(RUN) tests.faults.campaign
 
 bench: $(INSTALLED)
 	$(VENV)/bin/python benchmarks/walk.py
