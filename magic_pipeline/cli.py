@@ -21,6 +21,7 @@ from magic_pipeline.attribution.experiment import Experiment, load_experiments
 from magic_pipeline.errors import HeldError, InputError, MagicError
 
 if TYPE_CHECKING:
+    from magic_pipeline.attribution.opening import OpenExperiment
     from magic_pipeline.attribution.status import StoredExperiment
     from magic_pipeline.orchestration.running import Outcome
 
@@ -61,14 +62,12 @@ def _complain(error: BaseException, code: int, debug: bool, cause: BaseException
 
 def run(options: argparse.Namespace) -> int:
     """Train, walk and score what is not finished."""
-    from magic_pipeline.orchestration.headless import EXPERIMENTS_VARIABLE
     from magic_pipeline.orchestration.instance import open_instance
     from magic_pipeline.orchestration.interrupts import listen_to_interrupts
     from magic_pipeline.orchestration.running import run_experiment
 
     experiment = _experiment(options.experiment)
     listen_to_interrupts()
-    os.environ[EXPERIMENTS_VARIABLE] = str(experiment.folder)
     with open_instance(experiment.folder) as instance:
         outcome = run_experiment(instance, experiment, options.queries)
     _tell_outcome(experiment, outcome, options)
@@ -192,11 +191,33 @@ def export(options: argparse.Namespace) -> int:
 
     experiment = _experiment(options.experiment)
     output = options.output or Path(f"{experiment.name}_scores.{options.format}")
-    rows = export_scores(open_experiment(experiment), format=options.format, output=output)
+    opened = open_experiment(experiment)
+    if options.format == "png":
+        return _export_picture(opened, output, options)
+    rows = export_scores(opened, format=options.format, output=output)
     if options.json:
         _print_json({"file": str(output), "format": options.format, "rows": rows})
     else:
         print(f"{rows} rows written to {output}")
+    return DONE
+
+
+def _export_picture(opened: OpenExperiment, output: Path, options: argparse.Namespace) -> int:
+    """A gallery of all finished queries with their top examples."""
+    from magic_pipeline.attribution.status import query_statuses
+    from magic_pipeline.reporting.of_experiment import experiment_gallery
+
+    keys = [status.key for status in query_statuses(opened) if status.scores_digest is not None]
+    if not keys:
+        raise InputError("there are no finished queries to draw; run it first", field="queries")
+    try:
+        output.write_bytes(experiment_gallery(opened, keys))
+    except OSError as error:
+        raise InputError(f"cannot be written: {error.strerror}", file=output, field="output") from error
+    if options.json:
+        _print_json({"file": str(output), "format": "png", "queries": len(keys)})
+    else:
+        print(f"a picture of {len(keys)} queries written to {output}")
     return DONE
 
 
@@ -322,7 +343,7 @@ def _parser() -> argparse.ArgumentParser:
     add("plan", plan)
     add("status", status)
     exporting = add("export", export)
-    exporting.add_argument("--format", choices=("parquet", "csv", "npz"), default="parquet")
+    exporting.add_argument("--format", choices=("parquet", "csv", "npz", "png"), default="parquet")
     exporting.add_argument("--output", type=Path, metavar="FILE", help="default: NAME_scores.FORMAT")
     add("verify", verify)
     folder = os.environ.get("MAGIC_PIPELINE_EXPERIMENTS") or "experiments"

@@ -7,7 +7,9 @@ from collections.abc import Sequence
 from pathlib import Path
 
 import dagster as dg
+from dagster._core.definitions.job_base import InMemoryJob
 from dagster._core.definitions.reconstruct import ReconstructableRepository
+from dagster._core.definitions.repository_definition import SINGLETON_REPOSITORY_NAME
 from dagster._core.execution.api import execute_run
 from dagster._core.remote_origin import ManagedGrpcPythonEnvCodeLocationOrigin, RemoteRepositoryOrigin
 from dagster._core.storage.dagster_run import FINISHED_STATUSES, DagsterRunStatus, RunsFilter
@@ -30,31 +32,36 @@ _QUIET_CONSOLE = {"loggers": {"console": {"config": {"log_level": "CRITICAL"}}}}
 
 
 def execute_asset(
-    instance: dg.DagsterInstance, key: dg.AssetKey, partitions: tuple[str, str] | None = None
+    instance: dg.DagsterInstance,
+    repository: dg.RepositoryDefinition,
+    key: dg.AssetKey,
+    partitions: tuple[str, str] | None = None,
 ) -> dg.DagsterRun:
     """Execute one asset, or the range of its partitions from the first key to the last, and return the finished run.
 
-    The definitions are those of MAGIC_PIPELINE_EXPERIMENTS, as the UI loads them. The run is made as the UI makes it,
-    with the code location's origin, so that the UI can execute it again. It ignores pools: the store's lease guards
-    the device. An interrupt ends the run as failed; it is not retried by a daemon, since whoever interrupted a
-    command wanted it to end.
+    The run is made as the UI makes it, with the code location's origin, so that the UI can execute it again. It ignores
+    pools: the store's lease guards the work. An interrupt ends the run as failed; no daemon retries it, since whoever
+    interrupted a command wanted it to end.
+
+    Args:
+        repository: of the definitions as the UI loads them, `build_definitions(folder).get_repository_def()`.
     """
-    repository = ReconstructableRepository.for_module(DEFINITIONS_MODULE, "defs", working_directory=str(Path.cwd()))
-    job = repository.get_reconstructable_job(_ASSET_JOB).get_subset(asset_selection={key})
+    job = repository.get_job(_ASSET_JOB)
     run_id = make_new_run_id()
     tags = {**process_tags(run_id), MAX_RETRIES_TAG: "0"}
     if partitions is not None:
         tags |= {ASSET_PARTITION_RANGE_START_TAG: partitions[0], ASSET_PARTITION_RANGE_END_TAG: partitions[1]}
+    code = ReconstructableRepository.for_module(DEFINITIONS_MODULE, "defs", working_directory=str(Path.cwd()))
     run = instance.create_run_for_job(
-        job_def=job.get_definition(),
+        job_def=job,
         run_id=run_id,
         run_config=_QUIET_CONSOLE,
         tags=tags,
         asset_selection={key},
         remote_job_origin=_repository_origin().get_job_origin(_ASSET_JOB),
-        job_code_origin=job.get_python_origin(),
+        job_code_origin=code.get_python_origin().get_job_origin(_ASSET_JOB),
     )
-    execute_run(job, run, instance)
+    execute_run(InMemoryJob(job), run, instance)
     finished = instance.get_run_by_id(run_id)
     if finished is None:
         raise RuntimeError(f"run {run_id} was deleted while it was executed")
@@ -67,7 +74,7 @@ def _repository_origin() -> RemoteRepositoryOrigin:
         executable_path=sys.executable, module_name=DEFINITIONS_MODULE, working_directory=str(Path.cwd())
     )
     location = ManagedGrpcPythonEnvCodeLocationOrigin(target, location_name=DEFINITIONS_MODULE)
-    return RemoteRepositoryOrigin(location, "__repository__")
+    return RemoteRepositoryOrigin(location, SINGLETON_REPOSITORY_NAME)
 
 
 def mark_dead_runs(instance: dg.DagsterInstance) -> list[str]:

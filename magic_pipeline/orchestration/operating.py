@@ -39,9 +39,14 @@ def opened_once(experiment: Experiment) -> OpenExperiment:
     """The experiment, opened. A process that executes several runs of one experiment opens it once."""
     from magic_pipeline.attribution.opening import open_experiment
 
-    if not _last_opened or _last_opened[0].experiment != experiment:
+    if not _last_opened or _identity(_last_opened[0].experiment) != _identity(experiment):
         _last_opened[:] = [open_experiment(experiment)]
     return _last_opened[0]
+
+
+def _identity(experiment: Experiment) -> tuple[object, ...]:
+    """What makes two loaded experiments the same; how the path of their file was written does not."""
+    return experiment.folder, experiment.model_dump(), experiment.storage_options
 
 
 def wait_while_held(error: HeldError, *, since: float, should_stop: Callable[[], bool]) -> None:

@@ -14,6 +14,7 @@ import dagster as dg
 
 from magic_pipeline.attribution.experiment import Experiment
 from magic_pipeline.errors import InputError, MagicError
+from magic_pipeline.orchestration.building import build_definitions
 from magic_pipeline.orchestration.headless import execute_asset, failure_of, mark_dead_runs
 from magic_pipeline.orchestration.materializations import recorded_version, recorded_versions
 from magic_pipeline.orchestration.operating import opened_once
@@ -66,6 +67,7 @@ class _Running:
     def __init__(self, instance: dg.DagsterInstance, experiment: Experiment, queries: Sequence[str] | None) -> None:
         self.instance, self.assets = instance, ExperimentAssets.of(experiment)
         self.outcome = Outcome(marked=mark_dead_runs(instance))
+        self.repository = build_definitions(experiment.folder).get_repository_def()
         self.opened = opened_once(experiment)
         self.wanted = _chosen_keys({query.id: query.key for query in self.opened.queries}, queries)
 
@@ -144,7 +146,7 @@ class _Running:
     def _execute(self, key: dg.AssetKey, partitions: tuple[str, str] | None = None, count: int = 1) -> None:
         name = key.path[-1]
         logger.info("%s%s", name, f": {count} queries" if partitions is not None else "")
-        run = execute_asset(self.instance, key, partitions)
+        run = execute_asset(self.instance, self.repository, key, partitions)
         self.outcome.runs.append((name, count, run.run_id))
         if not run.is_success:
             kind, message = failure_of(self.instance, run)

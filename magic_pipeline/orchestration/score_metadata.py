@@ -1,28 +1,62 @@
-"""What a query's scores show in the UI."""
+"""What a query's scores show in the UI and in the terminal."""
 
 from __future__ import annotations
 
+import logging
 from typing import TYPE_CHECKING, Any
 
 import dagster as dg
 
+from magic_pipeline.errors import InputError
+
 if TYPE_CHECKING:
     from magic_pipeline.attribution.opening import OpenExperiment
-    from magic_pipeline.attribution.scores import ScoreSheet, ScoreTable
+    from magic_pipeline.attribution.score_table import ScoreTable
+    from magic_pipeline.attribution.scores import ScoreSheet
+
+logger = logging.getLogger("magic_pipeline.orchestration")
 
 
 def score_metadata(opened: OpenExperiment, sheet: ScoreSheet, table: ScoreTable) -> dict[str, Any]:
-    """The table of the top examples, a plot, row count, digests and where the file is."""
+    """The table of the top examples, a plot, row count, digests, versions and where the file is."""
+    from magic_pipeline.attribution.score_table import SIGN_CONVENTION
+
     return {
         "query": sheet.id,
+        **_top_examples(opened, sheet.key),
         "dagster/row_count": sheet.rows,
+        "lowest_score": float(table.scores.min()),
+        "highest_score": float(table.scores.max()),
+        "sign_convention": SIGN_CONVENTION,
+        "file": f"{opened.store.url}/{sheet.path}",
         "digest": sheet.digest,
         "walk_digest": sheet.walk_digest,
+        "trajectory_digest": table.facts.trajectory_digest,
+        "data_digest": str(opened.dataset.digest),
         "fingerprint": opened.fingerprint,
-        "file": f"{opened.store.url}/{sheet.path}",
+        "versions": dict(table.facts.versions),
     }
 
 
 def terminal_report(opened: OpenExperiment, key: str) -> str:
     """The table of a query's top examples for a terminal."""
-    return key
+    from magic_pipeline.reporting.of_experiment import query_top_examples
+    from magic_pipeline.reporting.tables import terminal_table
+
+    return terminal_table(query_top_examples(opened, key, count=5, rendered=False))
+
+
+def _top_examples(opened: OpenExperiment, key: str) -> dict[str, Any]:
+    """The table and the plot; without the extra `reports`, the table of ids alone, for scores do not fail for want of a picture."""
+    from magic_pipeline.reporting.figures import query_figure
+    from magic_pipeline.reporting.of_experiment import query_top_examples
+    from magic_pipeline.reporting.tables import markdown_image, markdown_table
+
+    try:
+        top = query_top_examples(opened, key)
+        plot = markdown_image(query_figure(top), f"top examples of {top.query_id}")
+        return {"top_examples": dg.MetadataValue.md(markdown_table(top)), "plot": dg.MetadataValue.md(plot)}
+    except InputError as error:
+        logger.warning("no pictures: %s", error)
+        top = query_top_examples(opened, key, rendered=False)
+        return {"top_examples": dg.MetadataValue.md(markdown_table(top))}

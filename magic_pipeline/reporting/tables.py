@@ -1,0 +1,79 @@
+"""Top examples as Markdown, for Dagster's metadata, and as plain text, for the terminal."""
+
+from __future__ import annotations
+
+import base64
+import io
+from collections.abc import Sequence
+from itertools import zip_longest
+
+from magic_pipeline.reporting.text import markdown_text, one_line, score_text
+from magic_pipeline.reporting.top_examples import Render, ScoredExample, TopExamples
+
+THUMBNAIL = 48  # pixels
+ID_WIDTH = 80
+EXCERPT_WIDTH = 120
+
+
+def markdown_table(top: TopExamples) -> str:
+    """Two tables, the most helpful and the most harmful examples: rank, id, score, and what the example looks like.
+
+    Text becomes an excerpt in which nothing is markup; a picture becomes a thumbnail inside the Markdown.
+    """
+    return "\n\n".join(
+        [
+            _markdown_section("Most helpful (more weight on these lowers the query's loss)", top.helpful),
+            _markdown_section("Most harmful (more weight on these raises it)", top.harmful),
+        ]
+    )
+
+
+def markdown_image(png: bytes, description: str) -> str:
+    """A PNG inside Markdown, with no other file or address."""
+    alt = markdown_text(description, ID_WIDTH)
+    return f"![{alt}](data:image/png;base64,{base64.b64encode(png).decode()})"
+
+
+def terminal_table(top: TopExamples, *, width: int = 100) -> str:
+    """Helpful and harmful examples side by side, in at most `width` columns; `width` is at least 40."""
+    column = max(12, (width - 26) // 2)
+    rows = list(zip_longest(top.helpful, top.harmful))
+    longest = max((len(example.id) for row in rows for example in row if example is not None), default=0)
+    column = min(column, max(longest, len("most helpful")))
+    lines = [
+        one_line(top.query_id, width),
+        f"  {'most helpful':<{column}} {'score':>9}    {'most harmful':<{column}} {'score':>9}",
+    ]
+    lines += [f"  {_terminal_cell(left, column)}    {_terminal_cell(right, column)}".rstrip() for left, right in rows]
+    return "\n".join(lines)
+
+
+def _terminal_cell(example: ScoredExample | None, column: int) -> str:
+    if example is None:
+        return " " * (column + 10)
+    return f"{one_line(example.id, column):<{column}} {score_text(example.score):>9}"
+
+
+def _markdown_section(title: str, examples: Sequence[ScoredExample]) -> str:
+    if not examples:
+        return f"**{title}**\n\nnone"
+    pictured = any(example.render is not None for example in examples)
+    lines = [f"**{title}**", "", "| | example | score |" + (" |" if pictured else "")]
+    lines += ["|--:|:--|--:|" + (":--|" if pictured else "")]
+    for rank, example in enumerate(examples, start=1):
+        cells = [str(rank), markdown_text(example.id, ID_WIDTH), score_text(example.score)]
+        cells += [_markdown_render(example.render)] if pictured else []
+        lines.append("| " + " | ".join(cells) + " |")
+    return "\n".join(lines)
+
+
+def _markdown_render(render: Render) -> str:
+    if render is None:
+        return ""
+    if isinstance(render, str):
+        return markdown_text(render, EXCERPT_WIDTH)
+    small = render.convert("RGB")
+    small.thumbnail((THUMBNAIL, THUMBNAIL))
+    with io.BytesIO() as file:
+        small.save(file, format="PNG", optimize=True)
+        return markdown_image(file.getvalue(), "picture")
