@@ -12,6 +12,7 @@ from magic_pipeline.attribution.opening import OpenExperiment, measure
 from magic_pipeline.errors import InputError
 from magic_pipeline.metagradient.optimizers import AdamW
 from magic_pipeline.metagradient.probe import ProbeReport, probe
+from magic_pipeline.metagradient.step import train_step
 from magic_pipeline.tasks.datasets import content_digest
 
 logger = logging.getLogger("magic_pipeline.attribution")
@@ -25,9 +26,12 @@ def check_before_training(opened: OpenExperiment) -> ProbeReport:
 
     Raises:
         InputError: naming what is wrong.
+        NonFiniteError: the first step's loss or gradient is NaN or infinite.
     """
     warn_about_fragile_settings(opened)
     _check_determinism(opened)
+    # Shapes, dtypes and finiteness of the losses, found before anything is sealed.
+    train_step(opened.recipe, opened.initial_state, opened.data(0))
     _check_queries(opened)
     state, model = opened.initial_state, opened.recipe.model
     bytes_in_float64 = 8 * sum(tensor.numel() for tensor in state.params.values())

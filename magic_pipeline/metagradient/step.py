@@ -79,7 +79,7 @@ def train_step(
 
     Raises:
         NonFiniteError: the loss or the gradient is NaN or infinite; names the step.
-        InputError: the batch has a denominator of 0.
+        InputError: the batch has a denominator of 0, or another number of losses than rows.
     """
     denominator = total_denominator(shards, state.step)
     buffers, counters = state.buffers, state.counters
@@ -91,6 +91,7 @@ def train_step(
         params = leaves(state.params)
         with torch.enable_grad():
             out = recipe.model.losses(params, buffers, counters, shard.batch, shard.seed)
+            _check_rows(out.losses, shard.units)
             row_weights = None if weights is None else weights[shard.units].to(out.losses)
             shard_loss = weighted_loss(out.losses, row_weights, denominator)
             parts: Sequence[Tensor | None] = torch.autograd.grad(shard_loss, list(params.values()), allow_unused=True)
@@ -104,6 +105,12 @@ def train_step(
         raise NonFiniteError(f"the loss of training step {state.step} is {loss}")
     record = StepRecord(state, grads, tuple(shard_buffers), tuple(shard_counters), loss)
     return _update(recipe, record, buffers, counters), record
+
+
+def _check_rows(losses: Tensor, units: Tensor) -> None:
+    """A single loss for a whole batch would be broadcast over the rows' weights: wrong scores, and no error."""
+    if losses.shape != units.shape:
+        raise InputError(f"example_losses gave {len(losses)} losses for {len(units)} rows", field="task")
 
 
 def _update(recipe: Recipe, record: StepRecord, buffers: Tensors, counters: Tensors) -> TrainState:

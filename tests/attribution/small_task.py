@@ -87,6 +87,13 @@ class TooManyLosses(SmallTask):
         return super().example_losses(model, batch).repeat(2)
 
 
+class KeptDimension(SmallTask):
+    """The losses are reduced, but not to a scalar: they would broadcast."""
+
+    def example_losses(self, model: nn.Module, batch: Any, /) -> Tensor:
+        return super().example_losses(model, batch).mean(0, keepdim=True)
+
+
 class SinglePrecisionLosses(SmallTask):
     """The losses are cast to float32."""
 
@@ -137,3 +144,10 @@ class EmptyQuery(SmallTask):
 
     def queries(self) -> Sequence[Query]:
         return [Query("hollow", [])]
+
+
+class ThreeLayers(SmallTask):
+    """With a dropout of 0, so that the parameters' names are known: 0 and 3."""
+
+    def build_model(self) -> nn.Module:
+        return nn.Sequential(nn.Linear(FEATURES, 4), nn.Dropout(0.0), nn.Tanh(), nn.Linear(4, CLASSES))
