@@ -5,6 +5,7 @@ It is how work done twice can be counted afterwards, whatever was killed in betw
 
 from __future__ import annotations
 
+import logging
 import os
 import secrets
 import socket
@@ -14,6 +15,9 @@ from typing import Any
 
 from magic_pipeline.attribution.layout import Layout
 from magic_pipeline.checkpoints.store import Store
+from magic_pipeline.errors import DamagedObjectError, MissingObjectError
+
+logger = logging.getLogger("magic_pipeline.attribution")
 
 
 def record_training(store: Store, layout: Layout, start: int, stop: int) -> None:
@@ -27,9 +31,12 @@ def record_walk(store: Store, layout: Layout, start: int, queries: Mapping[str, 
 
 
 def entries(store: Store, layout: Layout) -> Iterator[dict[str, Any]]:
-    """All entries in the order in which they were written (to the clock of their machines)."""
+    """All entries in the order in which they were written (to the clock of their machines); a damaged one is warned about."""
     for name in store.list(layout.ledger):
-        yield store.read_json(f"{layout.ledger}/{name}")
+        try:
+            yield store.read_json(f"{layout.ledger}/{name}")
+        except (DamagedObjectError, MissingObjectError) as error:
+            logger.warning("%s/%s/%s is not counted: %s", store.url, layout.ledger, name, error)
 
 
 def most_redone(store: Store, layout: Layout, resume: Mapping[str, int]) -> int:

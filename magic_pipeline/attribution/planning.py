@@ -5,7 +5,6 @@ from __future__ import annotations
 import time
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
-from itertools import pairwise
 from typing import Any
 
 import torch
@@ -15,6 +14,7 @@ from magic_pipeline.attribution.status import query_statuses, trajectory_status
 from magic_pipeline.attribution.training import chosen_threads, step_flops
 from magic_pipeline.attribution.walk_planner import (
     choose_widths,
+    longest_segment,
     memory_budget,
     seconds_of_graph,
     seconds_per_lane,
@@ -105,11 +105,11 @@ def _plan(opened: OpenExperiment, threads: int) -> Plan:
     status, queries = trajectory_status(opened), query_statuses(opened)
     setting = opened.experiment.attribution.segment_steps
     boundaries = status.boundaries or segment_boundaries(opened.steps, None if setting == "auto" else setting)
-    longest = max(b - a for a, b in pairwise(boundaries))
+    longest = longest_segment(boundaries)
     step_seconds, record = _time_training(opened)
     shards, flops = opened.data(record.state.step), step_flops(opened)
     left = [query for query in queries if not query.complete]
-    widths = choose_widths(opened, record, shards, max(1, len(left)))
+    widths = choose_widths(opened, record, shards, max(1, len(left)), longest)
     groups = [len(left[at : at + widths.lanes]) for at in range(0, len(left), widths.lanes)]
     lane_seconds = seconds_per_lane(opened, record, shards, widths.chunk) if left else 0.0
     graph_seconds = seconds_of_graph(opened, record, shards) if left else 0.0

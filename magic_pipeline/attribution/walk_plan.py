@@ -64,6 +64,9 @@ class WalkPlan:
         return fingerprint(self.as_dict())
 
     def lane(self, key: str) -> int:
+        """The query's lane. Raises ValueError where it is not of this cohort."""
+        if key not in self.cohort:
+            raise ValueError(f"it is of other work: {key} is not in its cohort {', '.join(self.cohort)}")
         return self.cohort.index(key)
 
 
@@ -80,14 +83,16 @@ def seal_plan(store: Store, layout: Layout, key: str, query_digest: str, traject
 
 
 def sealed_plan(store: Store, layout: Layout, key: str, query_digest: str, trajectory: str) -> WalkPlan | None:
-    """The newest sealed plan for this trajectory; a damaged one is warned about and passed over."""
+    """The newest sealed plan for this query and trajectory; a damaged or another query's one is warned about and passed over."""
     folder = layout.plans(key, query_digest)
     for name in reversed(store.list(folder)):
         try:
             content = store.read_json(f"{folder}/{name}")
             if content.get("trajectory") == trajectory:
-                return WalkPlan.from_dict(content["plan"])
-        except (DamagedObjectError, MissingObjectError, KeyError, TypeError) as error:
+                plan = WalkPlan.from_dict(content["plan"])
+                plan.lane(key)
+                return plan
+        except (DamagedObjectError, MissingObjectError, KeyError, TypeError, ValueError) as error:
             logger.warning("%s/%s/%s: the walk plan is not used: %s", store.url, folder, name, error)
     return None
 

@@ -10,6 +10,7 @@ import logging
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 
 import psutil
 import torch
@@ -59,7 +60,7 @@ class StepSizes:
 
 @dataclass(frozen=True)
 class Widths:
-    """What is chosen for cohorts of up to `lanes` queries: lanes per batched call, and how many states are held (None: all)."""
+    """What is chosen for cohorts of up to `lanes` queries: lanes per batched call, states held (None: all of a segment's)."""
 
     lanes: int
     chunk: int
@@ -74,13 +75,20 @@ def plan_cohorts(opened: OpenExperiment, trajectory: Trajectory, keys: Sequence[
     state = state_at(opened, trajectory, trajectory.boundaries[-2])
     shards = opened.data(state.step)
     _, record = train_step(opened.recipe, state, shards)
-    widths = choose_widths(opened, record, shards, len(keys))
+    widths = choose_widths(opened, record, shards, len(keys), longest_segment(trajectory.boundaries))
     groups = [tuple(keys[at : at + widths.lanes]) for at in range(0, len(keys), widths.lanes)]
     return [_plan(opened, trajectory, group, widths) for group in groups]
 
 
-def choose_widths(opened: OpenExperiment, record: StepRecord, shards: Sequence[Shard], queries: int) -> Widths:
-    """How many of `queries` are walked together, and how; measured on one step.
+def longest_segment(boundaries: Sequence[int]) -> int:
+    """Steps of the longest segment: so many states are held where memory allows."""
+    return max(stop - start for start, stop in pairwise(boundaries))
+
+
+def choose_widths(
+    opened: OpenExperiment, record: StepRecord, shards: Sequence[Shard], queries: int, longest: int
+) -> Widths:
+    """How many of `queries` are walked together, and how, where the longest segment has `longest` steps; measured on one step.
 
     Raises:
         InputError: the memory budget is too small for a single query.
@@ -92,19 +100,18 @@ def choose_widths(opened: OpenExperiment, record: StepRecord, shards: Sequence[S
         lanes = (lanes + 1) // 2
     chunk = _chunk(opened, record, shards, lanes, sizes, budget)
     hold = max(2, (budget - sizes.lane(chunk, lanes)) // max(1, sizes.record))
-    return Widths(lanes, chunk, None if hold >= opened.steps else int(hold), sizes)
+    return Widths(lanes, chunk, None if hold >= longest else int(hold), sizes)
 
 
 def _plan(opened: OpenExperiment, trajectory: Trajectory, cohort: tuple[str, ...], widths: Widths) -> WalkPlan:
     chunk = min(widths.chunk, len(cohort))
-    longest = max(b - a for a, b in zip(trajectory.boundaries, trajectory.boundaries[1:], strict=False))
     return WalkPlan(
         cohort=cohort,
         lanes=-(-len(cohort) // chunk) * chunk,
         chunk=chunk,
         boundaries=trajectory.boundaries,
         save_steps=save_steps(trajectory.boundaries, opened.experiment.attribution.save_every),
-        hold=None if widths.hold is None or widths.hold >= longest else widths.hold,
+        hold=widths.hold,
         microbatch_size=opened.experiment.training.microbatch_size,
         threads=trajectory.threads,
         device=opened.recipe.model.device.type,

@@ -194,6 +194,17 @@ def test_a_damaged_plan_is_taken_from_its_cohort(
     assert len(list(folder.iterdir())) == 2
 
 
+@in_place
+def test_a_damaged_ledger_entry_is_named_and_stops_nobody(
+    trained_folder: Path, undisturbed: Undisturbed, caplog: pytest.LogCaptureFixture, damage: Damage
+) -> None:
+    opened = half_walked(trained_folder)
+    victim = max((trained_folder / "store" / opened.layout.ledger).iterdir())
+    damage(victim)
+    assert same_bits(run(opened), undisturbed())
+    assert named(caplog, victim)
+
+
 def test_a_damaged_plan_costs_nothing_once_a_checkpoint_holds_it(
     trained_folder: Path, undisturbed: Undisturbed
 ) -> None:
