@@ -54,7 +54,8 @@ def _top_examples(opened: OpenExperiment, key: str) -> dict[str, Any]:
 
     try:
         top = query_top_examples(opened, key)
-        plot = markdown_image(query_figure(top), f"top examples of {top.query_id}")
+        # Five a side: wider figures do not fit the UI's dialog.
+        plot = markdown_image(query_figure(query_top_examples(opened, key, count=5)), f"top examples of {top.query_id}")
         return {"top_examples": dg.MetadataValue.md(markdown_table(top)), "plot": dg.MetadataValue.md(plot)}
     except InputError as error:
         logger.warning("no pictures: %s", error)

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import logging
 import os
+import signal
 import socket
 import sys
 from pathlib import Path
@@ -54,6 +55,8 @@ def serve_ui(folder: Path, port: int) -> NoReturn:
         EXPERIMENTS_VARIABLE: str(folder.absolute()),
         "DAGSTER_DISABLE_TELEMETRY": "yes",
     }
+    # A background job of a script starts with SIGINT ignored, and Dagster then ignores SIGTERM too: nothing could end it.
+    signal.signal(signal.SIGINT, signal.default_int_handler)
     command = ["-m", "dagster", "dev", "-m", DEFINITIONS_MODULE, "-h", HOST, "-p", str(port), "--log-level", "warning"]
     os.execve(sys.executable, [sys.executable, *command], environment)  # noqa: S606 - a fixed command, no shell
 

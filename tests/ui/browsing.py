@@ -1,0 +1,142 @@
+"""The real UI in a real browser: `magic-pipeline ui` and headless Chromium."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import signal
+import socket
+import subprocess
+import sys
+import time
+import urllib.error
+import urllib.request
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+from selenium import webdriver
+from selenium.webdriver.common.by import By
+from selenium.webdriver.support.ui import WebDriverWait
+
+CHROMIUM, DRIVER = shutil.which("chromium"), shutil.which("chromedriver")
+_FLAGS = (
+    "--headless=new",
+    "--no-sandbox",
+    "--disable-gpu",
+    "--disable-quic",
+    "--no-first-run",
+    "--disable-background-networking",
+    "--disable-component-update",
+    "--disable-sync",
+    "--window-size=1400,1000",
+)
+
+
+@contextmanager
+def served(folder: Path, log: Path) -> Iterator[str]:
+    """`magic-pipeline ui` on a free port; gives its address. Every process of it is ended afterwards."""
+    port = _free_port()
+    command = [sys.executable, "-m", "magic_pipeline.cli", "ui", str(folder), "--port", str(port)]
+    with log.open("wb") as output:
+        # A session of its own, so that webserver, daemon and code server can be ended together.
+        process = subprocess.Popen(command, stdout=output, stderr=output, start_new_session=True)
+        try:
+            _wait_until_it_answers(f"http://127.0.0.1:{port}/server_info", process, log)
+            yield f"http://127.0.0.1:{port}"
+        finally:
+            _end(process)
+
+
+@contextmanager
+def browser(profile: Path) -> Iterator[webdriver.Chrome]:
+    """Headless Chromium with an empty profile."""
+    options = webdriver.ChromeOptions()
+    options.binary_location = str(CHROMIUM)
+    for flag in (*_FLAGS, f"--user-data-dir={profile}"):
+        options.add_argument(flag)
+    driver = webdriver.Chrome(options=options, service=webdriver.ChromeService(str(DRIVER)))
+    try:
+        yield driver
+    finally:
+        driver.quit()
+
+
+def wait_for_text(driver: webdriver.Chrome, *texts: str, seconds: float = 60) -> None:
+    """Waits until the page shows all of `texts`.
+
+    Raises:
+        AssertionError: it does not within `seconds`; says what is shown.
+    """
+
+    def missing() -> list[str]:
+        shown = driver.find_element(By.TAG_NAME, "body").text
+        return [text for text in texts if text not in shown]
+
+    deadline = time.monotonic() + seconds
+    while missing():
+        if time.monotonic() > deadline:
+            shown = driver.find_element(By.TAG_NAME, "body").text
+            raise AssertionError(f"{driver.current_url} does not show {missing()}; it shows: {shown[:1500]}")
+        time.sleep(0.3)
+
+
+def click(driver: webdriver.Chrome, text: str, *, number: int = 0) -> None:
+    """Clicks the element whose own text is `text`, by script: nothing that lies above it is in the way."""
+    path = f"//*[normalize-space(text())={text!r}]"
+    found = WebDriverWait(driver, 30).until(
+        lambda d: d.find_elements(By.XPATH, path)[number:], f"nothing to click reads {text!r} ({number})"
+    )[0]
+    driver.execute_script("arguments[0].click()", found)  # type: ignore[no-untyped-call]
+
+
+def launch_missing(driver: webdriver.Chrome, page: str) -> None:
+    """Materializes an asset's missing partitions as a person does it: button, all queries, all ranks, only missing, launch."""
+    driver.get(page)
+    wait_for_text(driver, "Partitions Selected")
+    click(driver, "Materialize…")
+    wait_for_text(driver, "Backfill only failed and missing partitions within selection")
+    for number in (0, 1):
+        click(driver, "All", number=number)
+    click(driver, "Backfill only failed and missing partitions within selection")
+    # It reads "Launch backfill" or "Launch 1 run", as many as are missing, and can be pressed once they are counted.
+    button = WebDriverWait(driver, 30).until(
+        lambda d: d.find_elements(By.XPATH, "//button[starts-with(normalize-space(.), 'Launch') and not(@disabled)]"),
+        "the dialog's button to launch",
+    )[0]
+    driver.execute_script("arguments[0].click()", button)  # type: ignore[no-untyped-call]
+
+
+def _free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return int(probe.getsockname()[1])
+
+
+def _wait_until_it_answers(address: str, process: subprocess.Popen[bytes], log: Path) -> None:
+    deadline = time.monotonic() + 120
+    while time.monotonic() < deadline:
+        if process.poll() is not None:
+            break
+        try:
+            with urllib.request.urlopen(address, timeout=5):
+                return
+        except (urllib.error.URLError, OSError):
+            time.sleep(0.5)
+    raise AssertionError(f"the UI does not answer at {address}: {log.read_text(errors='replace')[-2000:]}")
+
+
+def _end(process: subprocess.Popen[bytes]) -> None:
+    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGKILL):
+        try:
+            os.killpg(process.pid, number)
+            process.wait(timeout=20)
+        except subprocess.TimeoutExpired:
+            continue
+        except ProcessLookupError:
+            break
+    # The group outlives its leader where a child ignored the signal.
+    try:
+        os.killpg(process.pid, signal.SIGKILL)
+    except ProcessLookupError:
+        return
