@@ -15,6 +15,7 @@ from torch import Tensor
 from magic_pipeline.attribution.exporting import export_scores
 from magic_pipeline.attribution.leave_one_out import influential_and_random, leave_one_out
 from magic_pipeline.attribution.planning import plan_experiment
+from magic_pipeline.attribution.score_matrix import MatrixFormat
 from magic_pipeline.attribution.scores import read_scores, write_score_matrix, write_scores
 from magic_pipeline.attribution.status import matrix_digest, query_statuses, stored_status, trajectory_status
 from magic_pipeline.attribution.training import train
@@ -38,26 +39,27 @@ AWKWARD = [
 ]
 
 
-@pytest.mark.parametrize("format_", ["parquet", "csv", "npz"])
-def test_awkward_query_ids_work_end_to_end_and_come_back_unchanged(tmp_path: Path, format_: str) -> None:
+def test_awkward_query_ids_work_end_to_end_and_come_back_unchanged(tmp_path: Path) -> None:
     task = {"type": f"{TASKS}:SmallTask", "query_ids": AWKWARD}
     opened = open_small(tmp_path, task=task, attribution={"save_every": 6})
     expected = run(opened)
-    file = tmp_path / f"scores.{format_}"
-    export_scores(opened, format=format_, output=file)  # type: ignore[arg-type]
-    if format_ == "parquet":
-        ids = pq.read_table(file).column("query").unique().to_pylist()
-    elif format_ == "csv":
-        with file.open(newline="", encoding="utf-8") as stream:
-            ids = list(dict.fromkeys(row["query"] for row in csv.DictReader(stream)))
-    else:
-        with np.load(file) as stored:
-            ids = stored["query_ids"].tolist()
-            assert (stored["scores"] == expected.numpy()).all()
-    assert ids == AWKWARD
+    formats: tuple[MatrixFormat, ...] = ("parquet", "csv", "npz")
+    files = {name: tmp_path / f"scores.{name}" for name in formats}
+    for name in formats:
+        export_scores(opened, format=name, output=files[name])
+    with files["csv"].open(newline="", encoding="utf-8") as stream:
+        rows = list(csv.DictReader(stream))
+    with np.load(files["npz"]) as stored:
+        found = {"npz": stored["query_ids"].tolist()}
+        assert (stored["scores"] == expected.numpy()).all()
+    found["csv"] = list(dict.fromkeys(row["query"] for row in rows))
+    found["parquet"] = pq.read_table(files["parquet"]).column("query").unique().to_pylist()
+    assert found == dict.fromkeys(formats, AWKWARD)
+    assert [float(row["score"]) for row in rows] == expected.T.flatten().tolist()
     assert [query.id for query in query_statuses(opened)] == AWKWARD
-    inside = [path.relative_to(tmp_path) for path in (tmp_path / "store").rglob("*")]
-    assert all(len(path.name) < 100 and path.name.isascii() for path in inside)
+    # No id reaches the file system as it is.
+    names = [path.name for path in (tmp_path / "store").rglob("*")]
+    assert all(len(name) < 100 and name.isascii() for name in names)
 
 
 def test_status_counts_what_is_sealed(tmp_path: Path) -> None:
