@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 # Blue and vermilion of the Okabe-Ito palette: told apart by colour-blind readers too.
 HELPFUL, HARMFUL = "#0072B2", "#D55E00"
 INK, MUTED, FRAME, PAPER = "#1a1a1a", "#6b6b6b", "#c8c8c8", "#f7f7f5"
-DOTS_PER_INCH = 150
+DOTS_PER_INCH = 120  # a query with five examples a side fits the dialog of the UI
 CHARACTER = 0.0605  # inches wide, of the 7 point monospaced face
 LINE = 0.128  # inches high, likewise
 
