@@ -22,8 +22,7 @@ def exact_numerics(threads: int | None = None) -> Iterator[None]:
     """
     before = (
         torch.get_num_threads(),
-        torch.are_deterministic_algorithms_enabled(),
-        torch.is_deterministic_algorithms_warn_only_enabled(),
+        torch.get_deterministic_debug_mode(),
         torch.get_float32_matmul_precision(),
         torch.backends.cudnn.allow_tf32,
         torch.backends.cudnn.benchmark,
@@ -32,17 +31,18 @@ def exact_numerics(threads: int | None = None) -> Iterator[None]:
         if threads is not None:
             torch.set_num_threads(threads)
         # An operation without a deterministic kernel warns, naming itself: exact, but not to the last bit.
-        torch.use_deterministic_algorithms(True, warn_only=True)
+        # (Set through the debug mode, since torch.use_deterministic_algorithms imports the compiler: 3 s in every process.)
+        torch.set_deterministic_debug_mode("warn")
         torch.set_float32_matmul_precision("highest")
         torch.backends.cudnn.allow_tf32 = False
         torch.backends.cudnn.benchmark = False
         yield
     finally:
         torch.set_num_threads(before[0])
-        torch.use_deterministic_algorithms(before[1], warn_only=before[2])
-        torch.set_float32_matmul_precision(before[3])
-        torch.backends.cudnn.allow_tf32 = before[4]
-        torch.backends.cudnn.benchmark = before[5]
+        torch.set_deterministic_debug_mode(before[1])
+        torch.set_float32_matmul_precision(before[2])
+        torch.backends.cudnn.allow_tf32 = before[3]
+        torch.backends.cudnn.benchmark = before[4]
 
 
 @contextmanager

@@ -47,7 +47,8 @@ def prepare_home(home: Path) -> None:
     A home that already holds another installation's data keeps the configuration it has, be it the default one.
     """
     configuration = home / "dagster.yaml"
-    if configuration.exists() or (home.exists() and any(home.iterdir())):
+    # What a process left that was killed in here does not make it somebody else's home.
+    if configuration.exists() or (home.exists() and any(not file.name.endswith(".tmp") for file in home.iterdir())):
         return
     home.mkdir(parents=True, exist_ok=True)
     # Written aside and linked, so that a second process never reads half of it; whoever is first wins.
