@@ -67,7 +67,7 @@ def click(driver: webdriver.Chrome, text: str, *, number: int = 0) -> None:
     found = WebDriverWait(driver, 30).until(
         lambda d: d.find_elements(By.XPATH, path)[number:], f"nothing to click reads {text!r} ({number})"
     )[0]
-    driver.execute_script("arguments[0].click()", found)  # type: ignore[no-untyped-call]
+    driver.execute_script("arguments[0].click()", found)
 
 
 def launch_missing(driver: webdriver.Chrome, page: str) -> None:
@@ -84,4 +84,4 @@ def launch_missing(driver: webdriver.Chrome, page: str) -> None:
         lambda d: d.find_elements(By.XPATH, "//button[starts-with(normalize-space(.), 'Launch') and not(@disabled)]"),
         "the dialog's button to launch",
     )[0]
-    driver.execute_script("arguments[0].click()", button)  # type: ignore[no-untyped-call]
+    driver.execute_script("arguments[0].click()", button)
