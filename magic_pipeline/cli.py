@@ -277,14 +277,11 @@ def _summary(experiment: Experiment) -> dict[str, Any]:
 
 def ui(options: argparse.Namespace) -> int:
     """Open Dagster's UI on the experiments of a folder."""
-    from magic_pipeline.orchestration.interrupts import listen_to_interrupts
-    from magic_pipeline.orchestration.serving import HOST, serve_ui
+    from magic_pipeline.orchestration.serving import serve_ui
 
     target = Path(options.target)
     if not target.exists():
         raise InputError("there is no such experiment file or folder", file=target)
-    listen_to_interrupts()
-    print(f"http://{HOST}:{options.port} in a few seconds; Ctrl-C ends it", file=sys.stderr, flush=True)
     serve_ui(target if target.is_dir() else target.absolute().parent, options.port)
 
 

@@ -55,6 +55,7 @@ def serve_ui(folder: Path, port: int) -> NoReturn:
         EXPERIMENTS_VARIABLE: str(folder.absolute()),
         "DAGSTER_DISABLE_TELEMETRY": "yes",
     }
+    logger.info("http://%s:%d in a few seconds; Ctrl-C ends it", HOST, port)
     # A background job of a script starts with SIGINT ignored, and Dagster then ignores SIGTERM too: nothing could end it.
     signal.signal(signal.SIGINT, signal.default_int_handler)
     command = ["-m", "dagster", "dev", "-m", DEFINITIONS_MODULE, "-h", HOST, "-p", str(port), "--log-level", "warning"]

@@ -1,7 +1,7 @@
 """The experiment of these tests: linear regression in 6 steps of 3 segments with 3 queries; and what the event log says of it.
 
-With `slow`, its task sleeps in every forward pass while a file of that name lies beside it, so that a test can kill it
-at a place of its choice.
+With `slow`, its task sleeps in every forward pass while there is a file of that name beside it, so that a test can
+kill it at a place of its choice.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from magic_pipeline.tasks.linear_regression import LinearRegression
 class Slow(LinearRegression):
     def example_losses(self, model, batch):
         if (Path(__file__).parent / "slow").exists():
-            time.sleep(0.15)
+            time.sleep(0.1)
         return super().example_losses(model, batch)
 """
 EXPERIMENT = """
@@ -36,7 +36,7 @@ def write_experiment(folder: Path, name: str = "small", *, file: str | None = No
     """The experiment file, in a folder that is made if need be.
 
     Args:
-        slow: with the task that sleeps while there is a file `slow`; for one process only, as modules have one name.
+        slow: with the task that sleeps; for one process only, as modules have one name.
     """
     folder.mkdir(exist_ok=True)
     if slow:

@@ -1,0 +1,207 @@
+"""The command line: what it prints, where, and its exit codes."""
+
+from __future__ import annotations
+
+import csv
+import json
+import logging
+import shutil
+import socket
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from magic_pipeline.cli import main
+from tests.orchestration.small_experiment import write_experiment
+
+
+@pytest.fixture(autouse=True)
+def _own_logging() -> Iterator[None]:
+    """The command line sends this project's log to the stderr of its own process."""
+    project = logging.getLogger("magic_pipeline")
+    handlers, level = list(project.handlers), project.level
+    yield
+    project.handlers[:] = handlers
+    project.setLevel(level)
+
+
+@pytest.fixture(scope="module")
+def _finished(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = write_experiment(tmp_path_factory.mktemp("cli") / "experiments")
+    assert main(["run", str(path), "--json"]) == 0
+    return path
+
+
+@pytest.fixture
+def finished(_finished: Path, tmp_path: Path) -> Path:
+    """An experiment that `run` has finished, in a folder of its own."""
+    return shutil.copytree(_finished.parent, tmp_path / "experiments") / _finished.name
+
+
+def refused(capsys: pytest.CaptureFixture[str], *arguments: object) -> str:
+    """The one line on stderr of a command that ends with 2."""
+    try:
+        code = main([str(argument) for argument in arguments])
+    except SystemExit as ended:
+        code = ended.code  # type: ignore[assignment]
+    shown = capsys.readouterr()
+    assert (code, shown.out) == (2, ""), shown
+    lines = shown.err.splitlines()
+    assert len(lines) == 1, shown.err
+    return lines[0]
+
+
+@pytest.mark.parametrize(
+    ("content", "told"),
+    [
+        ("name: [", "not valid YAML"),
+        ("", "empty"),
+        ("name: x\ntask: {type: linear_regression}\nepochs: 3\n", "line 3: epochs: unknown field; did you mean"),
+        ("name: x\ntask: {type: no_such_task}\nqueries: {split: test}\n", "no_such_task"),
+        ("name: x\ntask: {type: 'no_such_module:Task'}\nqueries: {split: test}\n", "no_such_module"),
+        (
+            "name: x\ntask: {type: linear_regression}\nqueries: {file: missing.jsonl}\n",
+            "line 3: queries.file: there is no file",
+        ),
+        ("name: x-y\ntask: {type: linear_regression}\n", "name"),
+    ],
+)
+def test_a_wrong_experiment_file_is_one_line_and_code_2(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], content: str, told: str
+) -> None:
+    path = tmp_path / "x.yaml"
+    path.write_text(content)
+    for command in ("plan", "run"):
+        line = refused(capsys, command, path)
+        assert told in line
+
+
+def test_wrong_arguments_are_one_line_and_code_2(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert "frobnicate" in refused(capsys, "frobnicate")
+    assert "there is no such file" in refused(capsys, "status", tmp_path / "missing.yaml")
+    assert "no such experiment file or folder" in refused(capsys, "ui", tmp_path / "missing")
+    assert "--format" in refused(capsys, "export", tmp_path / "x.yaml", "--format", "xls")
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        taken.listen()
+        assert "choose another port" in refused(capsys, "ui", tmp_path, "--port", taken.getsockname()[1])
+    assert "choose another port" in refused(capsys, "ui", tmp_path, "--port", 99999)
+
+
+def test_a_file_that_dagster_would_not_load_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    folder = tmp_path / "experiments"
+    first, second = write_experiment(folder, file="a.yaml"), write_experiment(folder, file="b.yaml")
+    line = refused(capsys, "run", first)
+    assert first.name in line
+    assert second.name in line
+    second.rename(folder / "b.txt")
+    assert "ends in .yaml" in refused(capsys, "run", folder / "b.txt")
+
+
+def test_a_loss_that_is_not_finite_ends_with_1_and_names_the_step(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = write_experiment(tmp_path / "experiments")
+    path.write_text(path.read_text().replace("lr: 0.1", "lr: 1.0e+200"))
+    assert main(["run", str(path)]) == 1
+    shown = capsys.readouterr()
+    assert "Traceback" not in shown.err
+    assert "step" in shown.err.splitlines()[-1]
+    assert shown.err.splitlines()[-1].startswith("magic-pipeline: ")
+
+
+def test_debug_shows_the_traceback(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["--debug", "status", str(tmp_path / "missing.yaml")]) == 2
+    assert main(["status", str(tmp_path / "missing.yaml"), "--debug"]) == 2
+    assert capsys.readouterr().err.count("Traceback") == 2
+
+
+def test_a_second_run_runs_nothing_and_shows_what_is_there(finished: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["run", str(finished)]) == 0
+    shown = capsys.readouterr()
+    assert "everything is finished already" in shown.out
+    assert "3 of 3 queries have scores" in shown.out
+    assert "magic-pipeline ui" in shown.out
+    assert main(["run", str(finished), "--json", "--queries", "query-1"]) == 0
+    assert json.loads(capsys.readouterr().out)["runs"] == []
+    assert "no query 'nobody'" in refused(capsys, "run", finished, "--queries", "nobody")
+
+
+def test_status_says_the_same_with_and_without_dagster(finished: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["status", str(finished), "--json"]) == 0
+    content = json.loads(capsys.readouterr().out)
+    (stored,) = content["stored"]
+    assert stored["trajectory"]["complete"]
+    assert [query["complete"] for query in stored["queries"]] == [True] * 3
+    assert content["dagster"]["differences"] == []
+    assert content["dagster"]["materialized"]["segment_checkpoints"] == 3
+    shutil.rmtree(finished.parent / ".magic" / "dagster")
+    assert main(["status", str(finished), "--json"]) == 0
+    without = json.loads(capsys.readouterr().out)
+    assert without == {name: value for name, value in content.items() if name != "dagster"}
+    assert not (finished.parent / ".magic" / "dagster").exists()
+
+
+def test_status_names_what_dagster_does_not_know_and_a_run_repairs_it(
+    finished: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    shutil.rmtree(finished.parent / ".magic" / "dagster")
+    assert main(["run", str(finished), "--queries", "query-0"]) == 0
+    assert main(["status", str(finished)]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    missing = [line for line in lines if line.endswith("finished in the store, not reported to Dagster")]
+    assert len(missing) == 4  # segments and scores of two queries
+    assert main(["run", str(finished)]) == 0
+    capsys.readouterr()
+    assert main(["status", str(finished)]) == 0
+    assert "not reported" not in capsys.readouterr().out
+
+
+def test_status_and_list_of_what_was_never_run(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    path = write_experiment(tmp_path / "experiments")
+    (tmp_path / "experiments" / "bad.yaml").write_text("name: bad\n")
+    assert main(["status", str(path)]) == 0
+    assert "nothing is stored yet" in capsys.readouterr().out
+    assert main(["list", str(path.parent), "--json"]) == 0
+    bad, good = json.loads(capsys.readouterr().out)
+    assert "task: missing" in bad["error"]
+    assert (good["experiment"], good["state"]) == ("small", "not started")
+    assert main(["list", str(path.parent)]) == 0
+    assert len(capsys.readouterr().out.splitlines()) == 2
+    assert not (tmp_path / "experiments" / ".magic").exists()
+
+
+def test_list_gives_the_state(finished: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["list", str(finished.parent), "--json"]) == 0
+    (entry,) = json.loads(capsys.readouterr().out)
+    assert entry["state"] == "trained, 3 of 3 queries walked"
+
+
+def test_an_export_holds_every_score(finished: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    output = tmp_path / "scores.csv"
+    assert main(["export", str(finished), "--format", "csv", "--output", str(output), "--json"]) == 0
+    content = json.loads(capsys.readouterr().out)
+    with output.open(newline="") as file:
+        rows = list(csv.reader(file))
+    assert content == {"file": str(output), "format": "csv", "rows": len(rows) - 1}
+    assert "csv" in refused(capsys, "export", finished, "--format", "csv", "--output", tmp_path / "nowhere" / "s.csv")
+
+
+def test_verify_finds_a_flipped_bit(finished: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["verify", str(finished), "--json"]) == 0
+    assert json.loads(capsys.readouterr().out)["findings"] == []
+    blob = max((finished.parent / ".magic" / "store").rglob("trajectory/blobs/*"), key=lambda path: path.stat().st_size)
+    content = bytearray(blob.read_bytes())
+    content[len(content) // 2] ^= 1
+    blob.write_bytes(content)
+    assert main(["verify", str(finished)]) == 1
+    assert "1 findings" in capsys.readouterr().out
+
+
+def test_plan_says_what_a_run_will_do(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    path = write_experiment(tmp_path / "experiments")
+    assert main(["plan", str(path), "--json"]) == 0
+    content = json.loads(capsys.readouterr().out)
+    assert (content["steps"], content["segments"], content["queries"]) == (6, 3, 3)
+    assert not (tmp_path / "experiments" / ".magic").exists()
