@@ -111,8 +111,8 @@ def _plan(opened: OpenExperiment, threads: int) -> Plan:
     left = [query for query in queries if not query.complete]
     widths = choose_widths(opened, record, shards, max(1, len(left)), longest)
     groups = [len(left[at : at + widths.lanes]) for at in range(0, len(left), widths.lanes)]
-    lane_seconds = seconds_per_lane(opened, record, shards, widths.chunk) if left else 0.0
     graph_seconds = seconds_of_graph(opened, record, shards) if left else 0.0
+    lane_seconds = seconds_per_lane(opened, record, shards, widths.chunk, graph_seconds) if left else 0.0
     per_step = [step_seconds + graph_seconds + lanes * lane_seconds for lanes in groups]
     state_bytes = sum(tensor.nbytes for tensor in opened.initial_state.flat().values())
     checkpoint = widths.sizes.state + len(opened.units) * state_item_bytes(opened)

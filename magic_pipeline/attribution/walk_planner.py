@@ -32,6 +32,8 @@ logger = logging.getLogger("magic_pipeline.attribution")
 MOST_LANES = 32
 # What `memory_budget: auto` takes of the memory that is free.
 _AUTO_SHARE = 0.6
+# Widths are tried from narrow to wide, until one takes this much longer per lane than the best.
+_HOPELESS = 1.15
 # A chunk's transients per lane, as measured on GPT-2-like models: passes over the parameters, and a share of the graph.
 _PARAM_PASSES_PER_LANE, _GRAPH_SHARE_PER_LANE = 2.7, 0.9
 
@@ -165,9 +167,12 @@ def _chunk(
             field="attribution.memory_budget",
         )
     timed: dict[int, float] = {}
+    graph_seconds = seconds_of_graph(opened, record, shards) if fitting else 0.0
     for width in fitting:
+        if timed and list(timed.values())[-1] > _HOPELESS * min(timed.values()):
+            break
         try:
-            timed[width] = seconds_per_lane(opened, record, shards, width)
+            timed[width] = seconds_per_lane(opened, record, shards, width, graph_seconds)
         except RuntimeError as error:
             if width == 1:
                 raise
@@ -192,21 +197,20 @@ def _widths(lanes: int) -> list[int]:
     return sorted(set(halves))
 
 
-def seconds_per_lane(opened: OpenExperiment, record: StepRecord, shards: Sequence[Shard], width: int) -> float:
-    """Seconds of one step's pullback per lane, pulled `width` at a time; the better of two tries after a warm-up."""
+def seconds_per_lane(
+    opened: OpenExperiment, record: StepRecord, shards: Sequence[Shard], width: int, graph_seconds: float
+) -> float:
+    """Seconds of one step's pullback per lane without the graph that the lanes share, pulled `width` at a time; the better of two."""
     # Two chunks, so that the graph is shared as in the walk and its cost counts the same for every width.
     lanes = max(2, width)
-    cotangent = _random_cotangent(record.state, lanes)
+    cotangent = random_cotangent(record.state, lanes)
     scores = torch.zeros(lanes, len(opened.units), dtype=opened.recipe.model.dtype, device=opened.recipe.model.device)
     seconds = []
-    for _ in range(3):
-        _synchronise(opened.recipe.model.device)
-        began = time.perf_counter()
+    for _ in range(2):
+        began = _clock(opened.recipe.model.device)
         pull_back(opened.recipe, record, shards, cotangent, scores, chunk=width)
-        _synchronise(opened.recipe.model.device)
-        seconds.append(time.perf_counter() - began)
-    graph_seconds = seconds_of_graph(opened, record, shards)
-    return max(min(seconds[1:]) - graph_seconds, 1e-9) / lanes
+        seconds.append(_clock(opened.recipe.model.device) - began)
+    return max(min(seconds) - graph_seconds, 1e-9) / lanes
 
 
 def seconds_of_graph(opened: OpenExperiment, record: StepRecord, shards: Sequence[Shard]) -> float:
@@ -214,15 +218,15 @@ def seconds_of_graph(opened: OpenExperiment, record: StepRecord, shards: Sequenc
     denominator = total_denominator(shards, record.state.step)
     seconds = []
     for _ in range(2):
-        began = time.perf_counter()
+        began = _clock(opened.recipe.model.device)
         for index, shard in enumerate(shards):
             shard_graph(opened.recipe.model, record, shard, index, denominator)
-        _synchronise(opened.recipe.model.device)
-        seconds.append(time.perf_counter() - began)
+        seconds.append(_clock(opened.recipe.model.device) - began)
     return min(seconds)
 
 
-def _random_cotangent(state: TrainState, lanes: int) -> Cotangent:
+def random_cotangent(state: TrainState, lanes: int) -> Cotangent:
+    """A cotangent to measure with: what a pullback costs does not depend on its values."""
     generator = torch.Generator(device=next(iter(state.params.values())).device).manual_seed(0)
 
     def noise(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
@@ -236,9 +240,13 @@ def _random_cotangent(state: TrainState, lanes: int) -> Cotangent:
     )
 
 
-def _synchronise(device: torch.device) -> None:
+def _clock(device: torch.device) -> float:
+    """Seconds. With one thread, of this process's own work: what else the machine does then changes no choice."""
     if device.type == "cuda":
         torch.cuda.synchronize(device)
+    elif torch.get_num_threads() == 1:
+        return time.process_time()
+    return time.perf_counter()
 
 
 def _bytes(tensors: object) -> int:
