@@ -28,7 +28,7 @@ from magic_pipeline.metagradient.numerics import shard_seed
 from magic_pipeline.metagradient.optimizers import SGD, AdamW, Optimizer
 from magic_pipeline.metagradient.schedules import learning_rates
 from magic_pipeline.metagradient.state import TrainState
-from magic_pipeline.metagradient.step import Recipe, Shard
+from magic_pipeline.metagradient.step import Data, Recipe, Shard
 from magic_pipeline.tasks import protocol
 from magic_pipeline.tasks.datasets import content_digest
 from magic_pipeline.tasks.protocol import Dataset, Query, QuerySource, Task
@@ -106,9 +106,17 @@ class OpenExperiment:
         raise InputError(f"the experiment {self.experiment.name} has no query with the key {key!r}", field="queries")
 
     def data(self, step: int) -> tuple[Shard, ...]:
+        """The shards of a step: its batch cut into micro-batches as the experiment file says now."""
+        return self.shards(step, self.experiment.training.microbatch_size)
+
+    def data_split_by(self, microbatch_size: int | None) -> Data:
+        """The shards of every step, cut as a sealed plan says; None takes a batch whole."""
+        return lambda step: self.shards(step, microbatch_size)
+
+    def shards(self, step: int, microbatch_size: int | None) -> tuple[Shard, ...]:
         """The shards of a step: its batch cut into micro-batches."""
-        batch, size = self.order[step], self.experiment.training.microbatch_size
-        size = size or len(batch)
+        batch = self.order[step]
+        size = microbatch_size or len(batch)
         cuts = [batch[at : at + size] for at in range(0, len(batch), size)]
         return tuple(self._shard(step, number, indices) for number, indices in enumerate(cuts))
 

@@ -81,12 +81,14 @@ class _Training:
             setting = self.opened.experiment.attribution.segment_steps
             self.boundaries = segment_boundaries(self.opened.steps, None if setting == "auto" else setting)
             self.threads = chosen_threads(self.opened)
+            self.microbatch_size = self.opened.experiment.training.microbatch_size
             with exact_numerics(self.threads):
                 check_before_training(self.opened)
             state = self.opened.initial_state
         else:
             # The plan is the sealed one: settings may have changed since.
             self.boundaries, self.threads = tuple(newest.facts["boundaries"]), newest.facts["threads"]
+            self.microbatch_size = newest.facts["microbatch_size"]
             self.losses = newest.tensors(LOSSES)["losses"].tolist()
             self.state_digests = list(newest.facts["state_digests"])
             state = to_device(TrainState.from_flat(newest.step, newest.tensors(STATE)), self.opened.recipe.model.device)
@@ -111,7 +113,7 @@ class _Training:
                 if self.sealed_at != state.step:
                     self._seal(state)
                 raise InterruptedWalkError(f"training stopped before step {step}, as asked; a rerun goes on from there")
-            state, record = train_step(self.opened.recipe, state, self.opened.data(step))
+            state, record = train_step(self.opened.recipe, state, self.opened.shards(step, self.microbatch_size))
             self.losses.append(record.loss)
             rate, left = self.pace.step(self.opened.steps - step - 1)
             self.observe(TrainingProgress(step + 1, self.opened.steps, record.loss, rate, left, resumed_from))
@@ -140,6 +142,7 @@ class _Training:
             "state_digests": self.state_digests,
             "trajectory": trajectory_digest(reached, self.state_digests),
             "threads": self.threads,
+            "microbatch_size": self.microbatch_size,
             "device": self.opened.recipe.model.device.type,
             "versions": versions(),
         }

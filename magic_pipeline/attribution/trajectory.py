@@ -35,6 +35,7 @@ class Trajectory:
         boundaries: the steps whose states are sealed.
         state_digests: of the state at each boundary, whatever file holds it.
         threads: CPU threads that it was made with, and that a replay takes.
+        microbatch_size: likewise; None took a batch whole.
     """
 
     digest: str
@@ -44,6 +45,7 @@ class Trajectory:
     boundaries: tuple[int, ...]
     state_digests: tuple[str, ...]
     threads: int
+    microbatch_size: int | None
     versions: Mapping[str, str]
 
 
@@ -84,6 +86,7 @@ def from_completion(complete: Checkpoint, *, resumed_from: int) -> Trajectory:
         tuple(facts["boundaries"]),
         tuple(facts["state_digests"]),
         facts["threads"],
+        facts["microbatch_size"],
         facts["versions"],
     )
 
@@ -103,7 +106,7 @@ def state_at(opened: OpenExperiment, trajectory: Trajectory, step: int) -> Train
         logger.warning("the state of step %d cannot be read; it is computed again from step %d", step, before)
         state = state_at(opened, trajectory, before)
         for replayed in range(before, step):
-            state, _ = train_step(opened.recipe, state, opened.data(replayed))
+            state, _ = train_step(opened.recipe, state, opened.shards(replayed, trajectory.microbatch_size))
     check_state(opened, trajectory, state)
     return state
 

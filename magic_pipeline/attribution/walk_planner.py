@@ -75,7 +75,7 @@ def plan_cohorts(opened: OpenExperiment, trajectory: Trajectory, keys: Sequence[
     if not keys:
         return []
     state = state_at(opened, trajectory, trajectory.boundaries[-2])
-    shards = opened.data(state.step)
+    shards = opened.shards(state.step, trajectory.microbatch_size)
     _, record = train_step(opened.recipe, state, shards)
     widths = choose_widths(opened, record, shards, len(keys), longest_segment(trajectory.boundaries))
     groups = [tuple(keys[at : at + widths.lanes]) for at in range(0, len(keys), widths.lanes)]
@@ -114,7 +114,7 @@ def _plan(opened: OpenExperiment, trajectory: Trajectory, cohort: tuple[str, ...
         boundaries=trajectory.boundaries,
         save_steps=save_steps(trajectory.boundaries, opened.experiment.attribution.save_every),
         hold=widths.hold,
-        microbatch_size=opened.experiment.training.microbatch_size,
+        microbatch_size=trajectory.microbatch_size,
         threads=trajectory.threads,
         device=opened.recipe.model.device.type,
         versions=versions(),

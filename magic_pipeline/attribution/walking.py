@@ -227,7 +227,7 @@ class _Cohort:
         state = state_at(self.opened, self.trajectory, start)
         steps = walk_segment(
             self.opened.recipe,
-            self.opened.data,
+            self.opened.data_split_by(self.plan.microbatch_size),
             state,
             stop,
             self.lanes,

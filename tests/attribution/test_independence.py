@@ -163,10 +163,21 @@ def test_the_sealed_plan_is_kept_whatever_settings_say_later(trained_folder: Pat
         walk(opened, keys(opened), should_stop=stop_after(2))
     plan = plan_of(opened)
     changed = open_small(
-        trained_folder, attribution={"chunk": 1, "save_every": 1, "segment_steps": 3, "query_batch": 1, "threads": 2}
+        trained_folder,
+        training={"microbatch_size": 3},
+        attribution={"chunk": 1, "save_every": 1, "segment_steps": 3, "query_batch": 1, "threads": 2},
     )
     assert same_bits(run(changed), undisturbed())
     assert plan_of(changed) == plan
+
+
+def test_training_goes_on_with_the_micro_batches_that_it_was_begun_with(
+    tmp_path: Path, undisturbed: Undisturbed
+) -> None:
+    opened = open_small(tmp_path)
+    with pytest.raises(InterruptedWalkError):
+        train(opened, should_stop=stop_after(3))
+    assert same_bits(run(open_small(tmp_path, training={"microbatch_size": 1})), undisturbed())
 
 
 def test_two_undisturbed_runs_agree_to_the_last_bit(tmp_path: Path, undisturbed: Undisturbed) -> None:
