@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 
@@ -249,5 +249,5 @@ def _clock(device: torch.device) -> float:
     return time.perf_counter()
 
 
-def _bytes(tensors: object) -> int:
-    return sum(tensor.nbytes for tensor in tensors)  # type: ignore[attr-defined]
+def _bytes(tensors: Iterable[Tensor]) -> int:
+    return sum(tensor.nbytes for tensor in tensors)
