@@ -51,6 +51,13 @@ def check_before_training(opened: OpenExperiment) -> ProbeReport:
     )
     worst = max(report.errors, key=lambda name: report.errors[name])
     logger.info("probe: %s is at most %.1e off central differences", worst, report.errors[worst])
+    if report.inconclusive:
+        logger.warning(
+            "the probe could not check %s: central differences in %s say nothing about a model with kinks (ReLU) or too little "
+            "precision; try training.dtype: float64 on a small copy of the model",
+            ", ".join(report.inconclusive),
+            report.dtype,
+        )
     if not report.batchable:
         logger.warning("an operation of the model cannot be batched over queries: they are pulled back one at a time")
     return report
