@@ -35,7 +35,7 @@ def markdown_image(png: bytes, description: str) -> str:
 
 
 def terminal_table(top: TopExamples, *, width: int = 100) -> str:
-    """Helpful and harmful examples side by side, in at most `width` columns; `width` is at least 40."""
+    """Helpful and harmful examples side by side, in at most `width` columns; `width` is at least 50."""
     column = max(12, (width - 26) // 2)
     rows = list(zip_longest(top.helpful, top.harmful))
     longest = max((len(example.id) for row in rows for example in row if example is not None), default=0)
