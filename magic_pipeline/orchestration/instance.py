@@ -14,8 +14,10 @@ from pathlib import Path
 
 import dagster as dg
 import yaml
+from filelock import FileLock
 
 GPU_POOL = "gpu"
+_LOCK = "magic_pipeline.lock"
 
 _CONFIGURATION = {
     "telemetry": {"enabled": False},
@@ -48,7 +50,8 @@ def prepare_home(home: Path) -> None:
     """
     configuration = home / "dagster.yaml"
     # What a process left that was killed in here does not make it somebody else's home.
-    if configuration.exists() or (home.exists() and any(not file.name.endswith(".tmp") for file in home.iterdir())):
+    ours = (".tmp", _LOCK)
+    if configuration.exists() or (home.exists() and any(not file.name.endswith(ours) for file in home.iterdir())):
         return
     home.mkdir(parents=True, exist_ok=True)
     # Written aside and linked, so that a second process never reads half of it; whoever is first wins.
@@ -68,8 +71,12 @@ def prepare_home(home: Path) -> None:
 def open_instance(folder: Path) -> Iterator[dg.DagsterInstance]:
     """The folder's instance, made if there is none."""
     home = dagster_home(folder)
-    prepare_home(home)
-    with dg.DagsterInstance.from_config(str(home)) as instance:
+    home.mkdir(parents=True, exist_ok=True)
+    # Two processes that make the databases of one home at once break each other's first migration.
+    with FileLock(home / _LOCK):
+        prepare_home(home)
+        opened = dg.DagsterInstance.from_config(str(home))
+    with opened as instance:
         yield instance
 
 
