@@ -41,6 +41,10 @@ class StorageError(MagicError):
     """Storage could not be read or written (full disk, refused, unreachable). May be retried."""
 
 
+class StorageFullError(StorageError):
+    """The disk or quota is full. Not retried: somebody has to free space first."""
+
+
 class MissingObjectError(StorageError):
     """The named object is not there."""
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 import errno
 from collections.abc import Iterator
 
-from magic_pipeline.errors import MagicError, StorageError
+from magic_pipeline.errors import MagicError, StorageError, StorageFullError
 
 
 def surfaced(
@@ -44,7 +44,9 @@ def storage_error(error: OSError, name: str, written: int = 0, size: int | None 
     needed = "" if size is None else f" of about {size}"
     reason = error.strerror or str(error)
     if error.errno in (errno.ENOSPC, errno.EDQUOT):
-        return StorageError(f"{name}: no space left after {written} bytes{needed} ({reason}); free space and run again")
+        return StorageFullError(
+            f"{name}: no space left after {written} bytes{needed} ({reason}); free space and run again"
+        )
     return StorageError(f"{name}: could not be written after {written} bytes{needed}: {type(error).__name__}: {reason}")
 
 

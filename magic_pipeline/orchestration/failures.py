@@ -4,7 +4,8 @@ alone.
 | error | consequence |
 |---|---|
 | an interrupt, also one in another error's context | raised as Dagster's: CANCELED, or the run is retried |
-| StorageError, OSError, LeaseLostError, HeldError | tried again in the same run, up to three times |
+| StorageFullError | fails at once: waiting frees no space |
+| any other StorageError, OSError, LeaseLostError, HeldError | tried again in the same run, up to three times |
 | any other error | the step fails for good, with the error's one line |
 """
 
@@ -17,7 +18,7 @@ from contextlib import contextmanager
 import dagster as dg
 from dagster._core.errors import DagsterExecutionInterruptedError
 
-from magic_pipeline.errors import HeldError, InputError, LeaseLostError, MagicError, StorageError
+from magic_pipeline.errors import HeldError, InputError, LeaseLostError, MagicError, StorageError, StorageFullError
 from magic_pipeline.orchestration.interrupts import is_interrupt
 
 logger = logging.getLogger("magic_pipeline.orchestration")
@@ -37,7 +38,8 @@ def classified_failures(context: dg.OpExecutionContext | dg.AssetExecutionContex
     except BaseException as error:
         if is_interrupt(error):
             raise DagsterExecutionInterruptedError from error
-        if isinstance(error, _TRANSIENT) and context.retry_number < RETRIES:
+        transient = isinstance(error, _TRANSIENT) and not isinstance(error, StorageFullError)
+        if transient and context.retry_number < RETRIES:
             wait = _WAIT_SECONDS[min(context.retry_number, len(_WAIT_SECONDS) - 1)]
             logger.warning("%s. Trying again in %d s.", one_line(error).rstrip("."), wait)
             raise dg.RetryRequested(max_retries=RETRIES, seconds_to_wait=wait) from error

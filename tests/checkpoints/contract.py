@@ -20,6 +20,7 @@ from magic_pipeline.errors import (
     MissingObjectError,
     ObjectExistsError,
     StorageError,
+    StorageFullError,
 )
 from tests.checkpoints import breakage
 from tests.checkpoints.breakage import DAMAGE
@@ -237,7 +238,7 @@ class StoreContract:
         try:
             raise Preempted
         except Preempted:
-            with pytest.raises(StorageError, match=r"no space left"):
+            with pytest.raises(StorageFullError, match=r"no space left"):
                 store.write_blob("blobs", state(1))
 
     def test_a_number_that_json_lacks_is_refused_by_place(self, store: Store) -> None:

@@ -18,6 +18,7 @@ from magic_pipeline.errors import (
     MagicError,
     NonFiniteError,
     StorageError,
+    StorageFullError,
     TrajectoryMismatchError,
 )
 from magic_pipeline.orchestration.failures import RETRIES, classified_failures
@@ -93,6 +94,7 @@ def test_an_interrupt_inside_a_save_is_found_in_the_context() -> None:
         NonFiniteError("NaN at step 3"),
         TrajectoryMismatchError("off"),
         MagicError("not ready"),
+        StorageFullError("no space left"),
         ValueError("a mistake"),
     ],
 )
