@@ -143,3 +143,21 @@ def test_a_lane_is_stored_without_a_copy() -> None:
     (stored,) = storable({"lane": lanes[2]}).values()
     assert stored.data_ptr() == lanes[2].data_ptr() and stored.untyped_storage().nbytes() == lanes[2].nbytes
     assert stored.equal(lanes[2])
+
+
+def test_unfinished_publications_go_with_the_next_lease_or_a_sweep_but_never_those_of_a_later_epoch(
+    tmp_path: Path,
+) -> None:
+    chain = Chain(Store(str(tmp_path)), "q")
+    blobs = tmp_path / chain.blobs
+    blobs.mkdir(parents=True)
+    first, second, third = (f".e0000000{epoch}-ab.pt.0123456789abcdef.partial" for epoch in (1, 2, 3))
+    for name in (first, second, third):
+        (blobs / name).write_bytes(b"half")
+    chain.take()
+    assert sorted(path.name for path in blobs.iterdir()) == [second, third]
+    lease = chain.take()
+    (blobs / second).write_bytes(b"half again")
+    lease.sweep()
+    assert [path.name for path in blobs.iterdir()] == [third] and chain.store.list(chain.blobs) == []
+    assert [(finding.object, finding.kind) for finding in chain.audit()] == [("q/blobs/e00000003-ab.pt", "orphaned")]
