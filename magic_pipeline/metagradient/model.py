@@ -109,7 +109,8 @@ class FunctionalModel:
         """The example losses of one shard, differentiable in `params` and `buffers`.
 
         Raises:
-            InputError: the losses are not `[rows]` of the run's dtype, or a buffer changed that training left alone before.
+            InputError: the losses are not `[rows]` of the run's dtype or have no gradient path, or a buffer changed that training
+                left alone before.
         """
         untouched = self._untracked_versions()
         losses, after = self._run(params, {**buffers, **{n: c.clone() for n, c in counters.items()}}, batch, seed)
@@ -121,13 +122,19 @@ class FunctionalModel:
                 f"example_losses gave {list(losses.shape)} of {losses.dtype}; expected [rows] of {self.dtype}",
                 field="task",
             )
+        _require_gradient_path(losses, params, "example_losses")
         return Losses(losses, {n: after[n] for n in buffers}, {n: after[n].detach() for n in counters})
 
     def measurement(self, params: Tensors, buffers: Tensors, function: Callable[[nn.Module], Tensor]) -> Tensor:
-        """`function(module)` with these parameters and buffers, in eval mode; differentiable in both."""
+        """`function(module)` with these parameters and buffers, in eval mode; differentiable in both.
+
+        Raises:
+            InputError: the result has no gradient path.
+        """
         self._set_mode(False)
         with twice_differentiable_kernels(recurrent=self._recurrent):
             result: Tensor = functional_call(self._caller, self._named(params, buffers), (function,))
+        _require_gradient_path(result, params, "the query's measurement")
         return result
 
     def place(self, batch: Any) -> Any:
@@ -169,6 +176,16 @@ class _Caller(nn.Module):
 
     def forward(self, function: Callable[[nn.Module], Tensor]) -> Tensor:
         return function(self.module)
+
+
+def _require_gradient_path(result: Tensor, params: Tensors, name: str) -> None:
+    """Refuses a result that cannot be differentiated where derivatives are wanted."""
+    wanted = torch.is_grad_enabled() and any(p.requires_grad for p in params.values())
+    if wanted and not result.requires_grad:
+        raise InputError(
+            f"{name} gave a result without a gradient path to the parameters (no_grad, inference_mode, detach, or a constant)",
+            field="task",
+        )
 
 
 def _map_tensors(tree: Any, function: Callable[[Tensor], Tensor]) -> Any:
