@@ -9,6 +9,7 @@ example weights, of the running buffers, and of one query's measurement. So an o
 from __future__ import annotations
 
 import copy
+import math
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
@@ -25,9 +26,10 @@ from magic_pipeline.metagradient.pullback import ShardGraph, pull_lanes, shard_g
 from magic_pipeline.metagradient.state import Tensors
 from magic_pipeline.metagradient.step import Shard, StepRecord, leaves
 
-# Step sizes relative to the parameters. The smallest leaves kinks (ReLU) alone, the larger drown the rounding of models that cast to
-# float32 inside. A wrong derivative disagrees at all of them, so the best one counts.
-_STEPS = {torch.float64: (1e-8, 1e-6, 1e-5, 1e-4, 1e-3), torch.float32: (1e-4, 1e-3, 1e-2)}
+# Step sizes relative to the parameters. The smallest leave kinks (ReLU) and the jumps of a cast to bfloat16 alone, and two of them
+# agree on what they see there; the larger drown the rounding of models that cast to float32 inside. A wrong derivative disagrees at
+# all of them, so the best one counts.
+_STEPS = {torch.float64: (1e-10, 1e-8, 1e-6, 1e-4, 1e-3), torch.float32: (1e-4, 1e-3, 1e-2)}
 _TOLERANCE = {torch.float64: 2e-3, torch.float32: 5e-2}
 
 
@@ -36,7 +38,7 @@ class ProbeReport:
     """How far each derivative is from its central difference, relative to the larger of the two as a whole.
 
     Attributes:
-        errors: by name of the derivative.
+        errors: by name of the derivative; finite.
         tolerance: what they were compared with.
         dtype: in which the probe was made.
         batchable: whether several lanes can be pulled back in one call.
@@ -70,7 +72,7 @@ def probe(
         dtype: float64 where a copy fits, else float32 with a wider tolerance.
 
     Raises:
-        InputError: a derivative is missing or wrong; names it and the parameters where the error is largest.
+        InputError: a derivative is missing, wrong or not finite; names it and how far it is off.
     """
     copied = copy.deepcopy(module)
     ordinary = _Ordinary(copied.to(dtype=dtype, device=device), example_losses, measurement, train_mode)
@@ -80,8 +82,9 @@ def probe(
     ordinary.place = model.place
     state = model.initial_state(SGD(), shard.batch)
     record = StepRecord(state, {}, (state.buffers,), (state.counters,), 0.0)
-    graph = shard_graph(model, record, shard, 0, shard.denominator)
     generator = torch.Generator().manual_seed(shard.seed)
+    _displace(model.module, torch.Generator().manual_seed(shard.seed + 1))
+    graph = shard_graph(model, record, shard, 0, shard.denominator)
     along = {name: _direction(p, generator) for name, p in {**state.params, **state.buffers}.items()}
     results, batchable = _pull_two_lanes(
         graph, {n: along[n] for n in state.params}, {n: along[n] for n in state.buffers}
@@ -93,18 +96,20 @@ def probe(
         by_state: Sequence[Tensor | None] = torch.autograd.grad(
             phi, [*params.values(), *buffers.values()], allow_unused=True
         )
-    exact["the query's measurement"] = sum(
-        ((g * along[n]).sum() for n, g in zip([*params, *buffers], by_state, strict=True) if g is not None),
-        torch.zeros((), dtype=dtype),
-    )
+    exact["the query's measurement"] = _along([*params, *buffers], by_state, along)
     differences: dict[str, list[Tensor]] = {}
     for h in _STEPS[dtype]:
         for name, difference in ordinary.central_differences(shard, along, h).items():
             differences.setdefault(name, []).append(difference)
-    errors = {name: min(_relative_error(exact[name], d) for d in found) for name, found in differences.items()}
+    errors = {
+        name: min(_relative_error(exact[name].value, d, exact[name].typical) for d in found)
+        for name, found in differences.items()
+    }
     tolerance = _TOLERANCE[dtype]
     inconclusive = {
-        name for name, found in differences.items() if errors[name] > tolerance and not _agree(found, tolerance)
+        name
+        for name, found in differences.items()
+        if tolerance < errors[name] < math.inf and not _agree(found, tolerance)
     }
     _refuse_if_wrong({name: error for name, error in errors.items() if name not in inconclusive}, tolerance)
     return ProbeReport(errors, tolerance, dtype, batchable, tuple(sorted(inconclusive)))
@@ -140,27 +145,41 @@ def _pull_two_lanes(
 
 def _as_walked(
     graph: ShardGraph, results: list[list[Tensor | None]], along: Tensors, params: Tensors, buffers: Tensors
-) -> dict[str, Tensor]:
+) -> dict[str, _Derivative]:
     """What the walk's pullback gives for each quantity of `_Ordinary.central_differences`."""
     first, second = results
     count = len(params)
     hessian = [torch.zeros_like(p) if r is None else r for p, r in zip(params.values(), first[:count], strict=True)]
     weights = torch.zeros_like(graph.weights) if first[-1] is None else first[-1]
-    moved = torch.zeros((), dtype=weights.dtype, device=weights.device)
-    for name, r in zip([*params, *buffers], second[:-1], strict=True):
-        if r is not None:
-            moved = moved + (r * along[name]).sum()
     # Central differences move the buffers too; the gradient's dependence on them is the Hessian product's mixed part.
-    mixed = sum(
-        ((r * along[n]).sum() for n, r in zip(buffers, first[count:-1], strict=True) if r is not None),
-        torch.zeros((), dtype=weights.dtype, device=weights.device),
-    )
     return {
-        "the Hessian-vector product": torch.cat([h.flatten() for h in hessian]),
-        "the derivative by example weights": weights.detach(),
-        "the buffers that training changes": moved,
-        "the gradient by buffers": mixed,
+        "the Hessian-vector product": _Derivative(torch.cat([h.flatten() for h in hessian])),
+        "the derivative by example weights": _Derivative(weights.detach()),
+        "the buffers that training changes": _along([*params, *buffers], second[:-1], along),
+        "the gradient by buffers": _along(list(buffers), first[count:-1], along),
     }
+
+
+@dataclass(frozen=True)
+class _Derivative:
+    """A derivative as autograd gives it.
+
+    Attributes:
+        typical: how large a derivative along one random direction usually is. By chance it can be far smaller, and rounding must not be
+            held against that; 0 for vectors.
+    """
+
+    value: Tensor
+    typical: float = 0.0
+
+
+def _along(names: Sequence[str], gradients: Sequence[Tensor | None], along: Tensors) -> _Derivative:
+    """The derivative along the direction, from the gradients by name (None: zero)."""
+    terms = [(g * along[n]).flatten() for n, g in zip(names, gradients, strict=True) if g is not None]
+    if not terms:
+        return _Derivative(torch.zeros(()))
+    together = torch.cat(terms)
+    return _Derivative(together.sum(), float(together.norm()))
 
 
 class _Ordinary:
@@ -244,6 +263,17 @@ class _Ordinary:
         yield from self._buffers.items()
 
 
+def _displace(module: nn.Module, generator: torch.Generator) -> None:
+    """Moves the module's own parameters away from the state, where training leaves them too after its first step.
+
+    So whatever reads them instead of the state's (recomputing a forward after functional_call has ended) shows.
+    """
+    with torch.no_grad():
+        for parameter in module.parameters():
+            if parameter.requires_grad:
+                parameter.add_(_direction(parameter, generator))
+
+
 def _direction(tensor: Tensor, generator: torch.Generator) -> Tensor:
     """A random direction as large as the tensor itself, so that a relative step means the same everywhere."""
     scale = float(tensor.square().mean().sqrt()) if tensor.numel() else 0.0
@@ -251,8 +281,11 @@ def _direction(tensor: Tensor, generator: torch.Generator) -> Tensor:
     return noise * max(scale, 1e-2)
 
 
-def _relative_error(exact: Tensor, difference: Tensor) -> float:
-    scale = max(float(difference.norm()), float(exact.norm()))
+def _relative_error(exact: Tensor, difference: Tensor, typical: float = 0.0) -> float:
+    """Relative to the largest of the three; infinite where one of the first two is not finite."""
+    if not (exact.isfinite().all() and difference.isfinite().all()):
+        return math.inf
+    scale = max(float(difference.norm()), float(exact.norm()), typical)
     return float((exact - difference).norm()) / scale if scale > 1e-9 else 0.0
 
 
@@ -262,9 +295,14 @@ def _agree(differences: Sequence[Tensor], tolerance: float) -> bool:
 
 
 def _refuse_if_wrong(errors: dict[str, float], tolerance: float) -> None:
-    wrong = {name: error for name, error in errors.items() if not error <= tolerance}
-    if wrong:
-        name, error = max(wrong.items(), key=lambda item: item[1])
+    name, error = max(errors.items(), key=lambda item: item[1], default=("", 0.0))
+    if error == math.inf:
+        raise InputError(
+            f"{name} is not finite at the untrained model, though training may run: an operation of the model or its loss has no "
+            "finite derivative there (a norm or a square root at 0), so no score would be a number",
+            field="task",
+        )
+    if error > tolerance:
         raise InputError(
             f"{name} is {error:.2g} off its central difference (tolerance {tolerance:.0e}): some operation of the model or "
             "its loss has no correct second derivative here (an autograd.Function marked once_differentiable, gradient "
