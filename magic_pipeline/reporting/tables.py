@@ -7,7 +7,7 @@ import io
 from collections.abc import Sequence
 from itertools import zip_longest
 
-from magic_pipeline.reporting.text import markdown_text, one_line, score_text
+from magic_pipeline.reporting.text import columns, markdown_text, one_line, score_text
 from magic_pipeline.reporting.top_examples import Render, ScoredExample, TopExamples
 
 THUMBNAIL = 48  # pixels
@@ -38,20 +38,21 @@ def terminal_table(top: TopExamples, *, width: int = 100) -> str:
     """Helpful and harmful examples side by side, in at most `width` columns; `width` is at least 50."""
     column = max(12, (width - 26) // 2)
     rows = list(zip_longest(top.helpful, top.harmful))
-    longest = max((len(example.id) for row in rows for example in row if example is not None), default=0)
-    column = min(column, max(longest, len("most helpful")))
+    shown = [one_line(example.id, column) for row in rows for example in row if example is not None]
+    column = max(columns(text) for text in [*shown, "most helpful"])
     lines = [
         one_line(top.query_id, width),
         f"  {'most helpful':<{column}} {'score':>9}    {'most harmful':<{column}} {'score':>9}",
     ]
     lines += [f"  {_terminal_cell(left, column)}    {_terminal_cell(right, column)}".rstrip() for left, right in rows]
-    return "\n".join(lines)
+    return "\n".join(lines if rows else [*lines, "  none"])
 
 
 def _terminal_cell(example: ScoredExample | None, column: int) -> str:
     if example is None:
         return " " * (column + 10)
-    return f"{one_line(example.id, column):<{column}} {score_text(example.score):>9}"
+    name = one_line(example.id, column)
+    return f"{name}{' ' * (column - columns(name))} {score_text(example.score):>9}"
 
 
 def _markdown_section(title: str, examples: Sequence[ScoredExample]) -> str:

@@ -3,31 +3,50 @@
 from __future__ import annotations
 
 import re
+import unicodedata
+from itertools import accumulate, takewhile
 
 _MARKDOWN = re.compile(r"([\\`*_{}\[\]()|~$#!:@])")
 
 
 def score_text(score: float) -> str:
-    """The score with its sign and three significant digits: `-0.0123`, `+4.50e-06`.
+    """The score with its sign and three significant digits, two beside an exponent of three: at most 9 characters.
 
-    >>> score_text(-0.0123), score_text(4.5e-6)
-    ('-0.0123', '+4.50e-06')
+    >>> score_text(-0.0123), score_text(4.5e-6), score_text(4.5e-120)
+    ('-0.0123', '+4.50e-06', '+4.5e-120')
     """
-    return f"{score:+.3g}" if 1e-4 <= abs(score) < 1e4 or score == 0 else f"{score:+.2e}"
+    if 1e-4 <= abs(score) < 1e4 or score == 0:
+        return f"{score:+.3g}"
+    return f"{score:+.2e}" if len(f"{score:+.2e}") <= 9 else f"{score:+.1e}"
+
+
+def columns(text: str) -> int:
+    """How many columns of a terminal the text takes: two for a wide character (Chinese, emoji), none for a combining one.
+
+    >>> columns("data"), columns("\u6570\u636e"), columns("e\u0301")
+    (4, 4, 1)
+    """
+    return len(text) if text.isascii() else sum(map(_columns_of, text))
+
+
+def _columns_of(char: str) -> int:
+    if unicodedata.category(char) in ("Mn", "Me"):
+        return 0
+    return 2 if unicodedata.east_asian_width(char) in "WF" else 1
 
 
 def one_line(text: str, width: int) -> str:
-    """The text as one line of at most `width` characters: runs of blanks are one space, what cannot be printed is `\ufffd`.
+    """The text as one line of at most `width` columns: runs of blanks are one space, what cannot be printed is `\ufffd`.
 
     >>> one_line("def f(x):\\n    return x", 14)
     'def f(x): ret…'
     """
     printable = "".join(char if char.isprintable() else "\ufffd" for char in " ".join(text.split()))
-    return printable if len(printable) <= width else printable[: width - 1] + "…"
+    return _cut(printable, width)
 
 
 def excerpt(text: str, *, width: int, lines: int) -> str:
-    """The first `lines` lines of the text, each of at most `width` characters; an ellipsis stands for what is left out."""
+    """The first `lines` lines of the text, each of at most `width` columns; an ellipsis stands for what is left out."""
     found = text.expandtabs(4).splitlines()
     shown = [_cut("".join(c if c.isprintable() else "\ufffd" for c in line), width) for line in found[:lines]]
     if len(found) > lines:
@@ -36,7 +55,10 @@ def excerpt(text: str, *, width: int, lines: int) -> str:
 
 
 def _cut(line: str, width: int) -> str:
-    return line if len(line) <= width else line[: width - 1] + "…"
+    if columns(line) <= width:
+        return line
+    taken = accumulate(map(_columns_of, line))
+    return "".join(char for char, _ in takewhile(lambda item: item[1] < width, zip(line, taken, strict=True))) + "…"
 
 
 def markdown_text(text: str, width: int) -> str:

@@ -2,17 +2,23 @@
 
 from __future__ import annotations
 
+import base64
 import builtins
+import io
+import re
+import unicodedata
 from pathlib import Path
 from typing import Any
 
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 from PIL import Image
 
 from magic_pipeline import cli
 from magic_pipeline.attribution.experiment import load_experiment
 from magic_pipeline.attribution.opening import open_experiment
-from magic_pipeline.attribution.scores import write_scores
+from magic_pipeline.attribution.scores import read_scores, write_scores
 from magic_pipeline.attribution.training import train
 from magic_pipeline.attribution.walking import walk
 from magic_pipeline.errors import InputError
@@ -54,7 +60,7 @@ def test_only_the_chosen_examples_are_rendered() -> None:
     assert sorted(asked) == [0, 1]
 
 
-@pytest.mark.parametrize("scores", [[1.0], [1.0, float("nan")], [[1.0, 2.0]]], ids=str)
+@pytest.mark.parametrize("scores", [[1.0], [1.0, float("nan")], [float("-inf"), 1.0], [[1.0, 2.0]]], ids=str)
 def test_scores_that_are_not_one_finite_number_an_id_are_refused(scores: Any) -> None:
     with pytest.raises(InputError):
         top_examples("q", None, ["a", "b"], scores)
@@ -76,9 +82,62 @@ def test_long_ids_and_texts_are_cut() -> None:
     assert max(map(len, terminal_table(top, width=80).splitlines())) <= 80
 
 
-@pytest.mark.parametrize("width", [50, 60, 100])
-def test_the_terminal_table_keeps_to_its_width(width: int) -> None:
-    assert max(map(len, terminal_table(shown("id"), width=width).splitlines())) <= width
+def occupied(line: str) -> int:
+    """Columns of a terminal: wide characters take two, combining ones none."""
+    wide = sum(unicodedata.east_asian_width(char) in "WF" for char in line)
+    return len(line) + wide - sum(unicodedata.category(char) in ("Mn", "Me") for char in line)
+
+
+IDS = st.text(st.sampled_from("aé \n\t|\x00\u0301\u6570\U0001f600\u200b\ud800"), max_size=90) | st.text(max_size=90)
+SCORES = st.floats(allow_nan=False, allow_infinity=False).filter(lambda score: score != 0)
+
+
+@given(
+    query=IDS,
+    helpful=st.lists(st.tuples(IDS, SCORES), max_size=3),
+    harmful=st.lists(st.tuples(IDS, SCORES), max_size=3),
+    width=st.integers(50, 120),
+)
+@settings(max_examples=100, deadline=None)
+def test_the_terminal_table_keeps_to_its_width_whatever_the_ids_and_scores(
+    query: str, helpful: list[tuple[str, float]], harmful: list[tuple[str, float]], width: int
+) -> None:
+    top = TopExamples(query, None, *(tuple(ScoredExample(*pair) for pair in side) for side in (helpful, harmful)))
+    lines = terminal_table(top, width=width).split("\n")
+    assert len(lines) == 2 + max(len(helpful), len(harmful), 1)
+    assert max(map(occupied, lines)) <= width
+    assert all(line.isprintable() for line in lines)
+    if harmful:
+        assert {occupied(line) for line in lines[2 : 2 + len(harmful)]} == {occupied(lines[1])}
+
+
+def test_long_ids_of_wide_characters_are_cut_to_their_column_and_scores_stay_in_line() -> None:
+    top = TopExamples("q", None, (ScoredExample("\u6570\u636e" * 150, -0.5), ScoredExample("doc-1", -0.25)), ())
+    first, second = terminal_table(top, width=60).splitlines()[2:]
+    assert "\u6570" in first
+    assert "…" in first
+    assert occupied(first) == occupied(second)
+    assert first.endswith("-0.5")
+
+
+@pytest.mark.parametrize("text", ["", " ", "a|b\\|c\\", "- item", "`", "a\x00\x1b[31m\u202e\ud800", "\r\n\u2028"])
+def test_any_text_stays_in_one_cell_of_its_row(text: str) -> None:
+    table = markdown_table(TopExamples(text, text, (ScoredExample(text, -1.0, text),), ()))
+    lines = table.split("\n\n")[1].split("\n")
+    assert len(lines) == 3
+    assert [len(re.findall(r"(?:\\.|[^|\\])*\|", line)) for line in lines] == [5, 5, 5]
+    assert all(line.isprintable() for line in lines)
+    table.encode()
+
+
+def test_a_picture_in_a_markdown_table_is_a_thumbnail() -> None:
+    picture = Image.linear_gradient("L").resize((900, 300))
+    table = markdown_table(TopExamples("q", picture, (ScoredExample("a", -1.0, picture),), ()))
+    found = re.search(r"data:image/png;base64,([A-Za-z0-9+/=]+)", table)
+    assert found
+    with Image.open(io.BytesIO(base64.b64decode(found[1]))) as thumbnail:
+        assert thumbnail.size == (48, 16)
+    assert picture.size == (900, 300)
 
 
 @pytest.mark.parametrize("kind", ["text", "picture", "id"])
@@ -86,14 +145,35 @@ def test_figures_are_pngs_and_the_same_each_time(kind: str) -> None:
     first, again = query_figure(shown(kind)), query_figure(shown(kind))
     assert first.startswith(PNG)
     assert first == again
-    assert gallery_figure([shown(kind)] * 2, title="both").startswith(PNG)
+    galleries = {gallery_figure([shown(kind)] * 2, title="both") for _ in range(2)}
+    assert len(galleries) == 1
+    with Image.open(io.BytesIO(galleries.pop())) as picture:
+        picture.load()
+
+
+def test_other_scores_or_pictures_give_other_figures() -> None:
+    def figure(score: float, grey: int) -> bytes:
+        return query_figure(TopExamples("q", None, (ScoredExample("a", score, Image.new("L", (8, 8), grey)),), ()))
+
+    assert len({figure(-1.0, 128), figure(-2.0, 128), figure(-1.0, 90)}) == 3
+
+
+@pytest.mark.parametrize(
+    "text", [NASTY, "$x^$ \\frac{", "\u6570\u636e \u0627\u0644", "a\x00\x1b[31m\ud800", "x" * 20_000, "\n\n"]
+)
+def test_any_text_can_be_drawn(text: str) -> None:
+    top = TopExamples(text, text, (ScoredExample(text, -1.0, text),), (ScoredExample("b", 1e-120, None),))
+    assert query_figure(top).startswith(PNG)
+    assert gallery_figure([top], title=text[:300]).startswith(PNG)
 
 
 def test_a_query_without_any_influential_example_has_a_table_and_a_figure() -> None:
     empty = TopExamples("q", "text", (), ())
     assert "none" in markdown_table(empty)
     assert query_figure(empty).startswith(PNG)
-    assert terminal_table(empty)
+    assert terminal_table(empty).endswith("none")
+    assert gallery_figure([empty]).startswith(PNG)
+    assert top_examples("q", None, ["a", "b"], [0.0, -0.0]) == TopExamples("q", None, (), ())
 
 
 def test_a_picture_in_markdown_needs_no_other_file() -> None:
@@ -115,8 +195,13 @@ def test_without_matplotlib_a_figure_names_the_extra(monkeypatch: pytest.MonkeyP
 
     monkeypatch.setattr(builtins, "__import__", without)
     monkeypatch.setattr("importlib.import_module", without)
-    with pytest.raises(InputError, match="reports"):
-        query_figure(shown("picture"))
+    for kind in ("picture", "text", "id"):
+        with pytest.raises(InputError, match=r"magic-pipeline\[reports\]") as caught:
+            query_figure(shown(kind))
+        assert len(str(caught.value).splitlines()) == 1
+    with pytest.raises(InputError, match=r"magic-pipeline\[reports\]"):
+        gallery_figure([shown("text")])
+    assert "help-0" in markdown_table(shown("text"))
 
 
 def test_a_finished_experiment_has_top_examples_and_a_picture(tmp_path: Path) -> None:
@@ -135,6 +220,17 @@ def test_a_finished_experiment_has_top_examples_and_a_picture(tmp_path: Path) ->
     top = query_top_examples(opened, opened.queries[0].key, count=3)
     assert top.query_id == opened.queries[0].id
     assert [len(top.helpful), len(top.harmful)] == [3, 3]
+    table = read_scores(opened, opened.queries[0].key)
+    worst = int(table.scores.argmax())
+    assert (top.harmful[0].id, top.harmful[0].score) == (table.ids[worst], table.scores[worst])
+    pixels = opened.task.render(opened.dataset[opened.dataset.ids.index(table.ids[worst])])  # type: ignore[attr-defined]
+    assert isinstance(top.harmful[0].render, Image.Image)
+    assert top.harmful[0].render.tobytes() == pixels.tobytes()
+    unseen = query_top_examples(opened, opened.queries[0].key, count=3, rendered=False)
+    assert [example.id for example in unseen.harmful] == [example.id for example in top.harmful]
+    assert {example.render for example in (*unseen.helpful, *unseen.harmful)} == {None}
+    with pytest.raises(InputError):
+        query_top_examples(opened, "no-such-query")
     assert isinstance(top.query, Image.Image)
     assert cli.main(["export", str(path), "--format", "png", "--output", str(picture)]) == 0
     assert picture.read_bytes().startswith(PNG)
