@@ -102,6 +102,7 @@ class _Training:
                 state = self._segment(state, stop, resumed_from)
                 self._seal(state)
         complete = self.lease.complete({LOSSES: self._losses()}, self._facts())
+        self.lease.sweep()  # what killed writers left
         return from_completion(complete, resumed_from=resumed_from)
 
     def _resumable(self) -> Checkpoint | None:
