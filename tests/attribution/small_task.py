@@ -126,6 +126,7 @@ class NoGradientAtTheEnd(SmallTask):
         left = (loss - self.learnt) * (loss > self.learnt)
         return left.sqrt() if query.id == self.query_ids[0] else loss
 
+
 class OverflowingQuery(SmallTask):
     """The first query is so large that its cotangent overflows on the way back."""
 
