@@ -17,7 +17,8 @@ import xxhash
 
 from magic_pipeline.checkpoints.digests import DIGEST_PREFIX
 from magic_pipeline.checkpoints.documents import document_bytes, document_content
-from magic_pipeline.checkpoints.sinks import Names, open_sink, publish_file
+from magic_pipeline.checkpoints.local_sink import publish_file
+from magic_pipeline.checkpoints.sinks import Names, StoredObject, open_sink
 from magic_pipeline.errors import DamagedObjectError, StorageError
 
 if TYPE_CHECKING:
@@ -144,6 +145,14 @@ class Store:
 
     def exists(self, path: str) -> bool:
         return self.sink.exists(checked_path(path))
+
+    def size(self, path: str) -> int | None:
+        """Bytes of an object, without reading it; None where there is none."""
+        return self.sink.size(checked_path(path))
+
+    def tree(self, folder: str) -> Iterator[StoredObject]:
+        """Every object below the folder, at any depth and in any order."""
+        return self.sink.tree(checked_path(folder))
 
     def delete(self, path: str) -> None:
         """Durable and idempotent."""
