@@ -45,6 +45,10 @@ class StorageFullError(StorageError):
     """The disk or quota is full. Not retried: somebody has to free space first."""
 
 
+class CredentialsError(StorageError):
+    """Storage refuses these credentials: expired, wrong, or not allowed to. Not retried: they would be refused again."""
+
+
 class MissingObjectError(StorageError):
     """The named object is not there."""
 

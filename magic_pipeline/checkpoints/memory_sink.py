@@ -13,7 +13,6 @@ from magic_pipeline.checkpoints.failures import surfaced
 from magic_pipeline.checkpoints.sinks import Names, StoredObject, Write
 from magic_pipeline.errors import MissingObjectError, ObjectExistsError
 
-
 _memory_lock = threading.Lock()
 
 

@@ -1,0 +1,67 @@
+"""Waiting for storage that is away for a while: throttled, restarting, unreachable. Hours of work outlast minutes of that."""
+
+from __future__ import annotations
+
+import logging
+import os
+import random
+import threading
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import TypeVar
+
+from magic_pipeline.errors import StorageError
+
+logger = logging.getLogger("magic_pipeline.checkpoints")
+
+T = TypeVar("T")
+
+
+class TransientError(Exception):
+    """Trying again may help. Never leaves this room: `Patience.outlast` gives up with a StorageError."""
+
+
+def patience_seconds() -> float:
+    """For how long an operation is tried again: MAGIC_STORAGE_PATIENCE_SECONDS, or a quarter of an hour."""
+    return float(os.environ.get("MAGIC_STORAGE_PATIENCE_SECONDS", "900"))
+
+
+@dataclass(frozen=True)
+class Patience:
+    """Exponential backoff with full jitter (so that many ranks do not come back in step), within a total time.
+
+    Attributes:
+        seconds: in all, counted from the first failure.
+        shortest, longest: bounds of the wait before jitter.
+        given_up: when set, waiting ends at once with the last failure.
+    """
+
+    seconds: float = field(default_factory=patience_seconds)
+    shortest: float = 0.5
+    longest: float = 30.0
+    given_up: threading.Event = field(default_factory=threading.Event)
+
+    def outlast(self, call: Callable[[], T], what: str) -> T:
+        """`call()`, made again for as long as it raises TransientError.
+
+        Args:
+            what: the object and what is done to it, for messages.
+
+        Raises: StorageError when the time is up, naming the object, the last reason and how long it was tried.
+        """
+        began: float | None = None
+        wait = self.shortest
+        while True:
+            try:
+                return call()
+            except TransientError as error:
+                now = time.monotonic()
+                began = now if began is None else began
+                pause = random.uniform(wait / 2, wait)  # noqa: S311  (jitter, no secret)
+                if now + pause - began > self.seconds or self.given_up.is_set():
+                    raise StorageError(f"{what}: {error}; given up after {now - began:.0f} s of trying") from error
+                left = self.seconds - (now - began)
+                logger.warning("%s: %s; trying again in %.1f s, for %.0f s at most", what, error, pause, left)
+                self.given_up.wait(pause)
+                wait = min(2 * wait, self.longest)
