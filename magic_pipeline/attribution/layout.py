@@ -6,6 +6,7 @@
    ledger/                  one create-only object before each segment of work
    trajectory/              a chain: the states at segment boundaries
    queries/{key}/{digest}/  a chain per query: its walk; plans/: its walk plans
+   writers/                 one heartbeat object per process at work
    scores/                  one Parquet a query; matrix/: all of them
 ```
 """
@@ -37,6 +38,10 @@ class Layout:
     @property
     def ledger(self) -> str:
         return f"{self.root}/ledger"
+
+    @property
+    def writers(self) -> str:
+        return f"{self.root}/writers"
 
     @property
     def trajectory(self) -> str:

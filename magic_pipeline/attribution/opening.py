@@ -89,10 +89,10 @@ class OpenExperiment:
 
     @cached_property
     def trajectory_chain(self) -> Chain:
-        return Chain(self.store, self.layout.trajectory)
+        return Chain(self.store, self.layout.trajectory, writers=self.layout.writers)
 
     def query_chain(self, query: OpenQuery) -> Chain:
-        return Chain(self.store, self.layout.query(query.key, query.digest))
+        return Chain(self.store, self.layout.query(query.key, query.digest), writers=self.layout.writers)
 
     def query(self, key: str) -> OpenQuery:
         """The query of a partition key.

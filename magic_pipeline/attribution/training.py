@@ -106,7 +106,8 @@ class _Training:
         return from_completion(complete, resumed_from=resumed_from)
 
     def _resumable(self) -> Checkpoint | None:
-        return self.opened.trajectory_chain.newest(of_training(self.opened.fingerprint), order="highest")
+        expect = of_training(self.opened.fingerprint)
+        return self.opened.trajectory_chain.newest(expect, order="highest", read=[STATE, LOSSES])
 
     def _segment(self, state: TrainState, stop: int, resumed_from: int) -> TrainState:
         for step in range(state.step, stop):

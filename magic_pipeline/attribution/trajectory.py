@@ -56,7 +56,7 @@ def trajectory_digest(boundaries: Sequence[int], state_digests: Sequence[str]) -
 
 def sealed_trajectory(opened: OpenExperiment) -> Trajectory | None:
     """The finished trajectory; None where training is not complete."""
-    complete = opened.trajectory_chain.completed(of_training(opened.fingerprint))
+    complete = opened.trajectory_chain.completed(of_training(opened.fingerprint), read=[LOSSES])
     return None if complete is None else from_completion(complete, resumed_from=opened.steps)
 
 
@@ -95,7 +95,7 @@ def state_at(opened: OpenExperiment, trajectory: Trajectory, step: int) -> Train
     """The state at a boundary: sealed, or where that is damaged, replayed from the boundary before and compared with its digest."""
     position = trajectory.boundaries.index(step)
     checkpoint = opened.trajectory_chain.load(
-        step, of_training(opened.fingerprint) | {"state": trajectory.state_digests[position]}
+        step, of_training(opened.fingerprint) | {"state": trajectory.state_digests[position]}, read=[STATE]
     )
     if checkpoint is not None:
         return to_device(TrainState.from_flat(step, checkpoint.tensors(STATE)), opened.recipe.model.device)
@@ -124,7 +124,9 @@ def check_state(opened: OpenExperiment, trajectory: Trajectory, state: TrainStat
     expected = trajectory.state_digests[trajectory.boundaries.index(state.step)]
     if tensors_digest(state.flat()) == expected:
         return
-    sealed = opened.trajectory_chain.load(state.step, of_training(opened.fingerprint) | {"state": expected})
+    sealed = opened.trajectory_chain.load(
+        state.step, of_training(opened.fingerprint) | {"state": expected}, read=[STATE]
+    )
     if sealed is None:
         raise TrajectoryMismatchError(
             f"step {state.step}: the state computed again differs from the one that was sealed, which cannot be read any more"

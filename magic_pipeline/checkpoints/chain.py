@@ -17,13 +17,13 @@ from __future__ import annotations
 
 import logging
 import re
-from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
 from magic_pipeline.checkpoints.digests import canonical_json
 from magic_pipeline.checkpoints.store import Blob, Store
-from magic_pipeline.errors import DamagedObjectError, StorageError
+from magic_pipeline.errors import DamagedObjectError, MissingObjectError
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -50,6 +50,10 @@ class ForeignError(Exception):
     """The checkpoint is whole, but of other work (other facts or another schema). Never leaves this room."""
 
 
+# What makes a checkpoint unusable. Storage that cannot be reached is none of it: it says nothing about the checkpoint.
+UNUSABLE = (MissingObjectError, DamagedObjectError, ForeignError)
+
+
 class SealedName(NamedTuple):
     """What a manifest's name says. Step COMPLETE_STEP is the complete manifest."""
 
@@ -73,21 +77,30 @@ class Checkpoint:
     facts: dict[str, Any]
     blobs: dict[str, Blob]
     chain: Chain
+    _read: dict[str, dict[str, Tensor]] = field(default_factory=dict, repr=False, compare=False)
 
     def tensors(self, part: str) -> dict[str, Tensor]:
-        """The part's tensors, bit for bit, on the CPU; verified once more.
+        """The part's tensors, bit for bit, on the CPU: those read with the checkpoint, else read and verified now.
 
-        Raises: KeyError for an unknown part; MissingObjectError, DamagedObjectError when damage came since.
+        Raises: KeyError for an unknown part; MissingObjectError, DamagedObjectError when damage came since; StorageError.
         """
+        if part in self._read:
+            return self._read.pop(part)  # the memory is the caller's from here on
         return self.chain.store.read_blob(self.chain.blobs, self.blobs[part])
 
 
 class Chain:
-    """One folder of checkpoints in a store. Reading needs no lease; writing goes through `take`."""
+    """One folder of checkpoints in a store. Reading needs no lease; writing goes through `take`.
 
-    def __init__(self, store: Store, folder: str) -> None:
+    Args:
+        writers: the folder of the writers' heartbeats. Without one, a holder on another machine is waited for until
+            somebody releases it by hand.
+    """
+
+    def __init__(self, store: Store, folder: str, *, writers: str | None = None) -> None:
         self.store = store
         self.folder = folder
+        self.writers = writers
         self.blobs = f"{folder}/blobs"
         self.epochs = f"{folder}/epochs"
         self.manifests = f"{folder}/manifests"
@@ -108,21 +121,24 @@ class Chain:
         matches = (_COMPLETE.fullmatch(name) for name in self.store.list(self.folder))
         return sorted(SealedName(COMPLETE_STEP, int(match[1])) for match in matches if match)
 
-    def load(self, step: int, expect: Mapping[str, Any]) -> Checkpoint | None:
+    def load(self, step: int, expect: Mapping[str, Any], *, read: Sequence[str] = ()) -> Checkpoint | None:
         """The step's checkpoint of the highest epoch that is whole and whose facts fit; None where there is none.
 
         Args:
             expect: compared with the sealed facts key by key; facts that it does not name may be anything.
+            read: parts whose tensors are kept from the reading that verifies them, so that they cross the network once.
+
+        Raises: StorageError when the storage cannot be read: that says nothing about the checkpoint.
         """
-        return self._first_usable((name for name in reversed(self.sealed()) if name.step == step), expect)
+        return self._first_usable((name for name in reversed(self.sealed()) if name.step == step), expect, read)
 
-    def newest(self, expect: Mapping[str, Any], *, order: Order) -> Checkpoint | None:
+    def newest(self, expect: Mapping[str, Any], *, order: Order, read: Sequence[str] = ()) -> Checkpoint | None:
         """The first usable checkpoint: from the lowest step (a walk) or the highest (training), highest epoch first."""
-        return self._first_usable(by_age(self.sealed(), order), expect)
+        return self._first_usable(by_age(self.sealed(), order), expect, read)
 
-    def completed(self, expect: Mapping[str, Any]) -> Checkpoint | None:
+    def completed(self, expect: Mapping[str, Any], *, read: Sequence[str] = ()) -> Checkpoint | None:
         """The checkpoint that says that the work is finished, highest epoch first; None when it is not."""
-        return self._first_usable(reversed(self.completions()), expect)
+        return self._first_usable(reversed(self.completions()), expect, read)
 
     def path(self, name: SealedName) -> str:
         """The manifest's path, relative to the store."""
@@ -130,14 +146,23 @@ class Chain:
             return f"{self.folder}/complete.e{name.epoch:08d}.json"
         return f"{self.manifests}/{name.step:08d}.e{name.epoch:08d}.json"
 
-    def verified(self, name: SealedName) -> Checkpoint:
-        """The checkpoint after reading every byte it names.
+    def verified(self, name: SealedName, read: Sequence[str] = ()) -> Checkpoint:
+        """The checkpoint after reading every byte it names, with the tensors of the parts `read`.
 
         Raises: ForeignError for another schema; MissingObjectError, DamagedObjectError, StorageError.
         """
+        return self._verified(self.manifest(name), read)
+
+    def measured(self, name: SealedName) -> Checkpoint:
+        """The checkpoint after asking for the sizes of its blobs; their bytes are not read. Raises as `verified`."""
         checkpoint = self.manifest(name)
         for blob in checkpoint.blobs.values():
-            self.store.verify_blob(self.blobs, blob)
+            path = f"{self.blobs}/{blob.name}"
+            size = self.store.size(path)
+            if size is None:
+                raise MissingObjectError(f"{self.store.url}/{path}: is not there")
+            if size != blob.size:
+                raise DamagedObjectError(f"{self.store.url}/{path}: expected {blob.size} bytes, found {size}")
         return checkpoint
 
     def manifest(self, name: SealedName) -> Checkpoint:
@@ -177,13 +202,23 @@ class Chain:
     def released_path(self, epoch: int) -> str:
         return f"{self.epochs}/{epoch:08d}.released.json"
 
-    def _first_usable(self, names: Iterable[SealedName], expect: Mapping[str, Any]) -> Checkpoint | None:
+    def _verified(self, checkpoint: Checkpoint, read: Sequence[str]) -> Checkpoint:
+        for part, blob in checkpoint.blobs.items():
+            if part in read:
+                checkpoint._read[part] = self.store.read_blob(self.blobs, blob)
+            else:
+                self.store.verify_blob(self.blobs, blob)
+        return checkpoint
+
+    def _first_usable(
+        self, names: Iterable[SealedName], expect: Mapping[str, Any], read: Sequence[str]
+    ) -> Checkpoint | None:
         for name in names:
             try:
                 manifest = self.manifest(name)
                 check_facts(manifest.facts, expect)  # before the blobs: foreign work is not worth reading
-                return self.verified(name)
-            except (StorageError, ForeignError) as error:
+                return self._verified(manifest, read)
+            except UNUSABLE as error:
                 object_name = f"{self.store.url}/{self.path(name)}"
                 reason = str(error).removeprefix(f"{object_name}: ")
                 logger.warning("%s is not used: %s", object_name, reason)

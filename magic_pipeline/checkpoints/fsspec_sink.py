@@ -26,22 +26,29 @@ if TYPE_CHECKING:
 
 def open_fsspec(protocol: str, location: str, options: Mapping[str, Any]) -> FsspecSink:
     """The sink for a protocol of fsspec's. Raises InputError when fsspec does not know it or its package is missing."""
-    import fsspec
+    from fsspec.core import url_to_fs
 
     try:
-        files = fsspec.filesystem(protocol, use_listings_cache=False, skip_instance_cache=True, **options)
+        files, root = url_to_fs(
+            f"{protocol}://{location}", use_listings_cache=False, skip_instance_cache=True, **options
+        )
     except ImportError as error:
         raise InputError(f"{protocol}:// needs a package that is not installed: {error}", field="storage") from None
     except ValueError:
-        known = "a path, file://, s3://, memory://, and what fsspec knows (gs://, az://, ...)"
+        known = "a path, file://, s3://, memory:// and what fsspec knows (gs://, az://, ...)"
         raise InputError(f"unknown storage protocol {protocol!r}; supported are {known}", field="storage") from None
     except TypeError as error:
         raise InputError(f"{protocol}:// does not take these options: {error}", field="storage_options") from None
-    return FsspecSink(files, location, url=f"{protocol}://{location.rpartition('@')[2]}")
+    except Exception as error:  # noqa: BLE001 - whatever a backend raises
+        # Some connect at once. Their messages may name a user and a password.
+        raise StorageError(f"{protocol}://: could not be opened: {type(error).__name__}") from None
+    return FsspecSink(files, root, url=f"{protocol}://{location.rpartition('@')[2]}")
 
 
 class FsspecSink:
     """A folder of an fsspec file system. Errors are those of `Sink`; what may pass is tried again (patience.py)."""
+
+    reads_back = False
 
     def __init__(
         self, files: AbstractFileSystem, root: str, *, url: str | None = None, patience: Patience | None = None

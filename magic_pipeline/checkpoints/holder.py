@@ -21,6 +21,7 @@ class Holder:
         boot_id: changes with every boot of the kernel.
         pid_namespace: a pid means something only inside it (containers on one kernel share the boot id).
         pid, started: a pid is reused, but never with the same start time.
+        heartbeat: the name of its heartbeat object, for those who cannot look at its process ("" when it has none).
     """
 
     run_id: str
@@ -30,6 +31,7 @@ class Holder:
     pid_namespace: str
     pid: int
     started: str
+    heartbeat: str = ""
 
     @classmethod
     def this_process(cls, run_id: str = "") -> Holder:
@@ -43,6 +45,7 @@ class Holder:
     @classmethod
     def from_json(cls, content: Mapping[str, Any]) -> Holder:
         """Raises KeyError or TypeError when the content is no holder's."""
+        content = {"heartbeat": "", **content}
         fields = {name: content[name] for name in cls.__dataclass_fields__}
         if type(fields["pid"]) is not int or not all(isinstance(fields[n], str) for n in fields if n != "pid"):
             raise TypeError(f"expected a holder, found {content!r}")
@@ -73,6 +76,17 @@ def is_gone(holder: Holder) -> bool | None:
     if holder.pid_namespace != here.pid_namespace:
         return None
     return _started(holder.pid) != holder.started
+
+
+def is_stopped(holder: Holder) -> bool:
+    """Whether the process lives on this machine and was halted (SIGSTOP, a debugger), so that it does nothing for now."""
+    if is_gone(holder) is not False:
+        return False
+    try:
+        text = Path(f"/proc/{holder.pid}/stat").read_text(encoding="utf-8", errors="replace")
+    except OSError:
+        return False
+    return text.rpartition(")")[2].split()[0] in ("T", "t")
 
 
 def _started(pid: int) -> str | None:

@@ -10,12 +10,16 @@ from __future__ import annotations
 import logging
 import threading
 from collections.abc import Iterable, Mapping
+from contextlib import ExitStack
+from dataclasses import replace
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, Self
 
+from magic_pipeline.checkpoints import heartbeat as heartbeats
 from magic_pipeline.checkpoints.chain import (
     COMPLETE_STEP,
     SCHEMA,
+    UNUSABLE,
     Chain,
     Checkpoint,
     ForeignError,
@@ -25,7 +29,8 @@ from magic_pipeline.checkpoints.chain import (
     epoch_in_name,
 )
 from magic_pipeline.checkpoints.digests import plain
-from magic_pipeline.checkpoints.holder import Holder, is_gone
+from magic_pipeline.checkpoints.heartbeat import Heartbeat
+from magic_pipeline.checkpoints.holder import Holder, is_gone, is_stopped
 from magic_pipeline.checkpoints.store import Blob
 from magic_pipeline.errors import (
     DamagedObjectError,
@@ -47,56 +52,83 @@ def take(chain: Chain, holder: Holder | None = None) -> Lease:
 
     The holder of the highest epoch is asked for. Released, or its process provably gone: taken over at once. This very
     process: a new epoch too, and the former lease is lost (a process that starts over must not wait for itself).
-    An epoch object that is damaged names nobody: it is taken over with a warning, since waiting for an unknown holder
-    could last for ever, and a live one notices before its next seal.
+    A process on another machine, or one that is halted: its heartbeat is watched, and it is overtaken once that has
+    stopped for heartbeat.EXPIRY. An epoch object that is damaged names nobody: it is taken over with a warning, since
+    waiting for an unknown holder could last for ever, and a live one notices before its next seal.
 
     Raises:
-        HeldError: the holder lives, or runs where this machine cannot see it; says how to release it by hand.
+        HeldError: the holder lives, or nobody can tell (then it says how to release it by hand).
     """
     holder = holder or Holder.this_process()
-    while True:
-        epoch = chain.highest_epoch()
-        _refuse_if_held(chain, epoch, holder)
-        try:
-            chain.store.create_json(chain.epoch_path(epoch + 1), holder.as_json())
-        except ObjectExistsError:
-            continue  # another process took it between the look and the write: now ask for that one
-        lease = Lease(chain, epoch + 1, holder)
-        try:
-            lease.discard_unfinished()
-        except StorageError as error:  # only space is lost; the lease is taken all the same
-            logger.warning("%s/%s: what killed writers left stays: %s", chain.store.url, chain.folder, error)
-        return lease
-
-
-def _refuse_if_held(chain: Chain, epoch: int, asking: Holder) -> None:
-    if epoch == 0 or chain.store.exists(chain.released_path(epoch)):
-        return
-    path = f"{chain.store.url}/{chain.epoch_path(epoch)}"
+    with ExitStack() as undo:
+        heartbeat = None
+        while True:
+            epoch = chain.highest_epoch()
+            current = _holder(chain, epoch, holder)
+            if current is not None:
+                _refuse_if_alive(chain, epoch, current)
+            if chain.writers is not None and heartbeat is None:
+                chain.store.warn_unless_exclusive()
+                heartbeat = heartbeats.hold(chain.store, chain.writers)
+                undo.callback(heartbeats.let_go, heartbeat)
+                holder = replace(holder, heartbeat=heartbeat.process)
+            try:
+                chain.store.create_json(chain.epoch_path(epoch + 1), holder.as_json())
+                break
+            except ObjectExistsError:
+                continue  # another process took it between the look and the write: now ask for that one
+        undo.pop_all()
+    lease = Lease(chain, epoch + 1, holder, heartbeat)
     try:
-        holder = Holder.from_json(chain.store.read_json(chain.epoch_path(epoch)))
-    except (MissingObjectError, DamagedObjectError, KeyError, TypeError) as error:
-        logger.warning("%s does not say who holds the lease, so it is taken over: %s", path, error)
-        return
-    gone = is_gone(holder)
-    if gone or holder.is_same_process(asking):
-        return
-    why = "which is running" if gone is False else "which this machine cannot look at"
-    release = f"{chain.store.url}/{chain.released_path(epoch)}"
-    raise HeldError(
-        f"{chain.store.url}/{chain.folder}: held by {holder}, {why}; once it has ended for certain, "
-        f"release it by creating an empty object {release}",
-        holder=holder.as_json(),
-    )
+        lease.discard_unfinished()
+    except StorageError as error:  # only space is lost; the lease is taken all the same
+        logger.warning("%s/%s: what killed writers left stays: %s", chain.store.url, chain.folder, error)
+    return lease
 
 
 def live_holder(chain: Chain) -> dict[str, object] | None:
-    """Who holds the chain's lease and is alive, or cannot be told gone; None for nobody and for this very process."""
+    """Who holds the chain's lease and is alive, or cannot be told gone; None for nobody and for this very process.
+
+    Looks once and watches nobody, so a holder elsewhere counts as alive until it is overtaken.
+    """
+    holder = _holder(chain, chain.highest_epoch(), Holder.this_process())
+    return None if holder is None or is_gone(holder) else holder.as_json()
+
+
+def _holder(chain: Chain, epoch: int, asking: Holder) -> Holder | None:
+    """Whom the epoch names; None where it is free to take: released, damaged, or held by the process that asks."""
+    if epoch == 0 or chain.store.exists(chain.released_path(epoch)):
+        return None
     try:
-        _refuse_if_held(chain, chain.highest_epoch(), Holder.this_process())
-    except HeldError as error:
-        return error.holder
-    return None
+        holder = Holder.from_json(chain.store.read_json(chain.epoch_path(epoch)))
+    except (MissingObjectError, DamagedObjectError, KeyError, TypeError) as error:
+        path = f"{chain.store.url}/{chain.epoch_path(epoch)}"
+        logger.warning("%s does not say who holds the lease, so it is taken over: %s", path, error)
+        return None
+    return None if holder.is_same_process(asking) else holder
+
+
+def _refuse_if_alive(chain: Chain, epoch: int, holder: Holder) -> None:
+    gone = is_gone(holder)
+    if gone:
+        return
+    where = f"{chain.store.url}/{chain.folder}"
+    if gone is False and not is_stopped(holder):
+        why = "which is running"
+    elif not holder.heartbeat or chain.writers is None:
+        why = "which this machine cannot look at"
+    elif heartbeats.is_beating(chain.store, chain.writers, holder.heartbeat):
+        why = "which gives signs of life"
+    else:
+        logger.warning(
+            "%s: %s has given no sign of life for %.0f s and is overtaken", where, holder, heartbeats.expiry_seconds()
+        )
+        return
+    release = f"{chain.store.url}/{chain.released_path(epoch)}"
+    raise HeldError(
+        f"{where}: held by {holder}, {why}; once it has ended for certain, release it by creating an empty object {release}",
+        holder=holder.as_json(),
+    )
 
 
 class Lease:
@@ -106,12 +138,13 @@ class Lease:
         epoch: the current epoch. It rises when a damaged checkpoint of this lease's own epoch is sealed again.
     """
 
-    def __init__(self, chain: Chain, epoch: int, holder: Holder) -> None:
+    def __init__(self, chain: Chain, epoch: int, holder: Holder, heartbeat: Heartbeat | None = None) -> None:
         self.chain = chain
         self.epoch = epoch
         self.holder = holder
         self._own_epochs = {epoch}
         self._released = False
+        self._heartbeat = heartbeat
         self._lock = threading.RLock()
 
     def __enter__(self) -> Self:
@@ -226,6 +259,9 @@ class Lease:
         with self._lock:
             if self._released:
                 return
+            if self._heartbeat is not None:
+                heartbeats.let_go(self._heartbeat)
+                self._heartbeat = None
             try:
                 self.chain.store.create_json(self.chain.released_path(self.epoch), self.holder.as_json())
             except ObjectExistsError:
@@ -261,7 +297,7 @@ class Lease:
         """Takes a new epoch when the checkpoint of this name is damaged. Raises ObjectExistsError when it is whole."""
         try:
             self.chain.verified(name)
-        except (StorageError, ForeignError) as error:
+        except UNUSABLE as error:
             logger.warning(
                 "%s/%s is sealed again under a new epoch: %s", self.chain.store.url, self.chain.path(name), error
             )
@@ -276,9 +312,13 @@ class Lease:
         self._own_epochs.add(epoch)
 
     def _is_whole(self, name: SealedName) -> bool:
+        """Whether it can be relied on: read back where that is cheap; elsewhere the upload was checked, and its size is."""
         try:
-            self.chain.verified(name)
-        except (StorageError, ForeignError) as error:
+            if self.chain.store.sink.reads_back:
+                self.chain.verified(name)
+            else:
+                self.chain.measured(name)
+        except UNUSABLE as error:
             logger.warning("%s: nothing older is removed, for %s", self.chain.path(name), error)
             return False
         return True

@@ -14,7 +14,7 @@ from typing import BinaryIO
 
 from magic_pipeline.checkpoints.failures import surfaced
 from magic_pipeline.checkpoints.sinks import Names, StoredObject, Write
-from magic_pipeline.errors import MissingObjectError, ObjectExistsError, StorageError
+from magic_pipeline.errors import DamagedObjectError, MissingObjectError, ObjectExistsError, StorageError
 
 
 class LocalSink:
@@ -23,6 +23,8 @@ class LocalSink:
     A temporary file in the object's own folder, fsync, then `os.link` (create-only) or `os.replace`, then fsync of the
     folder. Temporary names start with a dot and are never listed.
     """
+
+    reads_back = True
 
     def __init__(self, root: Path) -> None:
         self.root = root.expanduser().absolute()
@@ -44,6 +46,8 @@ class LocalSink:
             stream = open(target, "rb")  # noqa: SIM115  (closed below; the error of opening is not that of reading)
         except (FileNotFoundError, NotADirectoryError):
             raise MissingObjectError(f"{target}: is not there") from None
+        except IsADirectoryError:
+            raise DamagedObjectError(f"{target}: expected a file, found a folder") from None
         except OSError as error:
             raise StorageError(f"{target}: could not be opened: {error.strerror}") from error
         with stream:

@@ -19,6 +19,8 @@ _memory_lock = threading.Lock()
 class MemorySink:
     """fsspec's memory:// of this process: for tests and trials. Nothing outlives the process."""
 
+    reads_back = True
+
     def __init__(self, root: str) -> None:
         import fsspec
 

@@ -63,6 +63,8 @@ class S3Sink:
         InputError: an unknown option or no bucket.
     """
 
+    reads_back = False
+
     def __init__(self, location: str, options: Mapping[str, Any], *, patience: Patience | None = None) -> None:
         self._bucket, _, prefix = location.strip("/").partition("/")
         self._prefix = f"{prefix}/" if prefix else ""

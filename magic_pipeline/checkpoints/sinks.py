@@ -36,7 +36,13 @@ class StoredObject:
 
 
 class Sink(Protocol):
-    """One storage URL. All paths are relative to it, with "/" between parts."""
+    """One storage URL. All paths are relative to it, with "/" between parts.
+
+    Attributes:
+        reads_back: whether reading what was just written costs next to nothing, so that it can be checked every time.
+    """
+
+    reads_back: bool
 
     @property
     def url(self) -> str:
@@ -125,6 +131,7 @@ def open_sink(url: str, options: Mapping[str, Any] | None = None) -> Sink:
         return LocalSink(Path(rest))
     from magic_pipeline.checkpoints.fsspec_sink import open_fsspec
 
-    if protocol in _NOT_STORAGE or "::" in protocol:
+    protocol = protocol.partition("::")[0]  # what follows may hold a password
+    if protocol in _NOT_STORAGE or "::" in url:
         raise InputError(f"{protocol}:// is nothing that checkpoints can be kept in", field="storage")
     return open_fsspec(protocol, rest, options or {})

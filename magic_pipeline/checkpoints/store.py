@@ -6,6 +6,8 @@ expected and what was found. Importing this module and reading JSON does not imp
 
 from __future__ import annotations
 
+import errno
+import logging
 import secrets
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager
@@ -23,6 +25,8 @@ from magic_pipeline.errors import DamagedObjectError, StorageError
 
 if TYPE_CHECKING:
     from torch import Tensor
+
+logger = logging.getLogger("magic_pipeline.checkpoints")
 
 CHUNK = 4 * 2**20  # bytes per read while hashing
 
@@ -64,11 +68,23 @@ class Store:
 
     def __init__(self, url: str, *, options: Mapping[str, Any] | None = None) -> None:
         self.sink = open_sink(url, options)
+        self._exclusive: bool | None = None
 
     @property
     def url(self) -> str:
         """Where the store is, for people: never with credentials."""
         return self.sink.url
+
+    def warn_unless_exclusive(self) -> None:
+        """Says loudly, once, when the storage cannot create an object exclusively. Raises StorageError."""
+        if self._exclusive is None:
+            self._exclusive = self.sink.creates_exclusively()
+            if not self._exclusive:
+                logger.warning(
+                    "%s CANNOT CREATE OBJECTS EXCLUSIVELY: start one run at a time on it, for two would not notice each other "
+                    "at once (scores stay right; work may be done twice)",
+                    self.url,
+                )
 
     def create_json(self, path: str, content: Mapping[str, Any]) -> None:
         """Create-only: of two concurrent calls exactly one succeeds. Raises ObjectExistsError, StorageError."""
@@ -231,7 +247,9 @@ def _chunks(stream: BinaryIO, name: str) -> Iterator[bytes]:
         try:
             chunk = stream.read(CHUNK)
         except OSError as error:
-            raise StorageError(f"{name}: could not be read: {error.strerror or error}") from error
+            # A disk that cannot read a sector back has damaged the object; anything else says nothing about it.
+            kind = DamagedObjectError if error.errno == errno.EIO else StorageError
+            raise kind(f"{name}: could not be read: {error.strerror or error}") from error
         if not chunk:
             return
         yield chunk
