@@ -3,13 +3,15 @@ PYTHON ?= python3
 VENV := .venv
 RUN := $(VENV)/bin/python -m
 INSTALLED := $(VENV)/.installed
+SERVERS := $(VENV)/.servers
 
-.PHONY: help demo test check faults bench install
+.PHONY: help demo test check faults bench install servers
 .DEFAULT_GOAL := help
 
 help:
 	@echo "make demo    train on real digits, walk 12 queries back through training, show what taught the model"
 	@echo "make test    all checks, all tests, all examples in docstrings"
+	@echo "make servers a real S3 server (SeaweedFS) for make test, which skips what needs it otherwise"
 	@echo "make check   ruff, formatting, types, which room imports which"
 	@echo "make faults  kill, break and rerun the whole pipeline, for minutes"
 	@echo "make bench   what a walk costs, in units of one training step"
@@ -39,6 +41,8 @@ bench: $(INSTALLED)
 
 install: $(INSTALLED)
 
+servers: $(SERVERS)
+
 # Installs again only when what is to be installed has changed.
 $(INSTALLED): pyproject.toml constraints.txt
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' 2>/dev/null || { \
@@ -47,4 +51,8 @@ $(INSTALLED): pyproject.toml constraints.txt
 	@$(PYTHON) -m venv $(VENV) || { \
 	  echo "'$(PYTHON) -m venv' failed; on Debian and Ubuntu: apt-get install python3-venv" >&2; exit 1; }
 	$(RUN) pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[dev]'
+	@touch $@
+
+$(SERVERS): $(INSTALLED)
+	$(RUN) pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[servers]'
 	@touch $@
