@@ -35,6 +35,7 @@ from magic_pipeline.attribution.trajectory import (
     to_device,
     trajectory_digest,
 )
+from magic_pipeline.checkpoints.background import Background, is_worth_a_thread
 from magic_pipeline.checkpoints.chain import Checkpoint
 from magic_pipeline.checkpoints.digests import tensors_digest
 from magic_pipeline.checkpoints.lease import Lease
@@ -94,13 +95,14 @@ class _Training:
             state = to_device(TrainState.from_flat(newest.step, newest.tensors(STATE)), self.opened.recipe.model.device)
             self.sealed_at = newest.step
         resumed_from = state.step
-        with exact_numerics(self.threads):
+        with exact_numerics(self.threads), Background[CheckpointSealed]() as self.background:
             if newest is None:
                 self._seal(state)
             for stop in (boundary for boundary in self.boundaries if boundary > state.step):
                 record_training(self.opened.store, self.opened.layout, state.step, stop)
                 state = self._segment(state, stop, resumed_from)
                 self._seal(state)
+            self._note(self.background.wait())
         complete = self.lease.complete({LOSSES: self._losses()}, self._facts())
         self.lease.sweep()  # what killed writers left
         return from_completion(complete, resumed_from=resumed_from)
@@ -112,17 +114,20 @@ class _Training:
     def _segment(self, state: TrainState, stop: int, resumed_from: int) -> TrainState:
         for step in range(state.step, stop):
             if self.should_stop():
+                self._note(self.background.wait())
                 if self.sealed_at != state.step:
                     self._seal(state)
+                    self._note(self.background.wait())
                 raise InterruptedWalkError(f"training stopped before step {step}, as asked; a rerun goes on from there")
             state, record = train_step(self.opened.recipe, state, self.opened.shards(step, self.microbatch_size))
             self.losses.append(record.loss)
+            self._note(self.background.finished())
             rate, left = self.pace.step(self.opened.steps - step - 1)
             self.observe(TrainingProgress(step + 1, self.opened.steps, record.loss, rate, left, resumed_from))
         return state
 
     def _seal(self, state: TrainState) -> None:
-        """Seals a boundary, or where training was asked to stop, the state in between."""
+        """Seals a boundary, or where training was asked to stop, the state in between; a large one while training goes on."""
         flat = state.flat()
         bad = [name for name, tensor in flat.items() if not torch.isfinite(tensor).all()]
         if bad:
@@ -130,9 +135,22 @@ class _Training:
         digest = tensors_digest(flat)
         if state.step in self.boundaries[len(self.state_digests) :]:
             self.state_digests.append(digest)
-        sealed = self.lease.seal(state.step, {STATE: flat, LOSSES: self._losses()}, self._facts() | {"state": digest})
-        self.sealed_at = state.step
-        self.observe(CheckpointSealed(None, state.step, sum(blob.size for blob in sealed.blobs.values())))
+        parts, facts = {STATE: flat, LOSSES: self._losses()}, self._facts() | {"state": digest}
+
+        def work() -> CheckpointSealed:
+            sealed = self.lease.seal(state.step, parts, facts)
+            return CheckpointSealed(None, state.step, sum(blob.size for blob in sealed.blobs.values()))
+
+        self._note(self.background.wait())
+        if is_worth_a_thread(self.opened.store, sum(tensor.nbytes for tensor in flat.values())):
+            self.background.start(work)
+        else:
+            self._note([work()])
+
+    def _note(self, sealed: Sequence[CheckpointSealed]) -> None:
+        for event in sealed:
+            self.sealed_at = event.step
+            self.observe(event)
 
     def _losses(self) -> Mapping[str, torch.Tensor]:
         return {"losses": torch.tensor(self.losses, dtype=torch.float64)}
@@ -141,7 +159,7 @@ class _Training:
         reached: Sequence[int] = self.boundaries[: len(self.state_digests)]
         return of_training(self.opened.fingerprint) | {
             "boundaries": self.boundaries,
-            "state_digests": self.state_digests,
+            "state_digests": tuple(self.state_digests),
             "trajectory": trajectory_digest(reached, self.state_digests),
             "threads": self.threads,
             "microbatch_size": self.microbatch_size,

@@ -57,7 +57,8 @@ class StepSizes:
     def lane(self, chunked: int, lanes: int) -> int:
         """All of a walk's bytes but the held steps, for `lanes` lanes pulled `chunked` at a time."""
         transients = chunked * int(_PARAM_PASSES_PER_LANE * self.params + _GRAPH_SHARE_PER_LANE * self.graph)
-        return self.graph + 2 * lanes * self.state + transients
+        # The cotangents, their successors, and those that are being sealed meanwhile.
+        return self.graph + 3 * lanes * self.state + transients
 
 
 @dataclass(frozen=True)

@@ -6,7 +6,7 @@ A query that is sealed further along joins when the loop reaches its step. A que
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, suppress
 from dataclasses import dataclass, field
 from typing import Any
@@ -32,6 +32,7 @@ from magic_pipeline.attribution.training import versions
 from magic_pipeline.attribution.trajectory import Trajectory, check_state, required_trajectory, state_at
 from magic_pipeline.attribution.walk_plan import WalkPlan, cohorts, seal_plan, sealed_plan
 from magic_pipeline.attribution.walk_planner import plan_cohorts
+from magic_pipeline.checkpoints.background import Background, is_worth_a_thread
 from magic_pipeline.checkpoints.chain import Checkpoint
 from magic_pipeline.checkpoints.digests import fingerprint, tensors_digest
 from magic_pipeline.checkpoints.lease import Lease
@@ -144,6 +145,15 @@ class _Member:
     saved_at: int | None = None
 
 
+@dataclass(frozen=True)
+class _Sealed:
+    """A query's checkpoint that has become durable, of so many bytes."""
+
+    member: _Member
+    step: int
+    size: int
+
+
 def _member(opened: OpenExperiment, trajectory: Trajectory, query: OpenQuery, lease: Lease) -> _Member:
     expect = of_walk(opened.fingerprint, query.digest, trajectory.digest)
     lease.discard_unfinished()
@@ -183,6 +193,10 @@ class _Cohort:
     steps_redone: int = 0
 
     def walk(self) -> None:
+        with Background[list[_Sealed]]() as self.background:
+            self._walk()
+
+    def _walk(self) -> None:
         self._warn_where_bits_may_differ()
         final = state_at(self.opened, self.trajectory, self.trajectory.steps)
         self.lanes = Lanes.empty(final, self.plan.lanes, len(self.opened.units))
@@ -199,6 +213,7 @@ class _Cohort:
             start = max(boundary for boundary in self.plan.boundaries if boundary < position)
             self._segment(start, position)
             position = start
+        self._note(self.background.wait())
         for member in self._active():
             self._complete(member)
 
@@ -247,9 +262,9 @@ class _Cohort:
         self._give_up_non_finite(step)
         rate, left = self.pace.step(step)
         self.observe(self._progress(step, rate, left))
+        self._note(self.background.finished())
         if step > 0 and step in self.plan.save_steps:
-            for member in self._active():
-                self._seal(member, step)
+            self._save(self._active(), step)
 
     def _join(self, step: int) -> None:
         for member in self.members:
@@ -273,13 +288,28 @@ class _Cohort:
                 )
                 self.lanes.leave(member.lane)
 
-    def _seal(self, member: _Member, step: int) -> None:
-        tensors = self.lanes.cotangent.lane(member.lane) | {"scores": self.lanes.scores[member.lane].clone()}
-        sealed = member.lease.seal(step, {PART: tensors}, {**member.expect, "plan": self.plan.as_dict()})
-        member.saved_at = step
-        # Two generations stay until the newer one is verified, which `retire` does first.
-        member.lease.retire(order="lowest", keep=2)
-        self.observe(CheckpointSealed(member.query.key, step, sum(blob.size for blob in sealed.blobs.values())))
+    def _save(self, members: Sequence[_Member], step: int) -> None:
+        """Seals these queries at this step: large ones while the walk goes on, but never two steps at a time."""
+        # By reference: the cotangents are replaced and never changed in place; the scores are added to.
+        tensors = [self.lanes.cotangent.lane(m.lane) | {"scores": self.lanes.scores[m.lane].clone()} for m in members]
+        self._note(self.background.wait())
+        seals = self._seals(members, step, tensors)
+        if is_worth_a_thread(self.opened.store, sum(t.nbytes for named in tensors for t in named.values())):
+            self.background.start(lambda: list(seals))
+        else:
+            self._note([seals])
+
+    def _seals(self, members: Sequence[_Member], step: int, tensors: list[dict[str, Tensor]]) -> Iterator[_Sealed]:
+        for member in members:
+            checkpoint = member.lease.seal(step, {PART: tensors.pop(0)}, {**member.expect, "plan": self.plan.as_dict()})
+            # Two generations stay until the newer one is verified, which `retire` does first.
+            member.lease.retire(order="lowest", keep=2)
+            yield _Sealed(member, step, sum(blob.size for blob in checkpoint.blobs.values()))
+
+    def _note(self, batches: Sequence[Iterable[_Sealed]]) -> None:
+        for sealed in (one for batch in batches for one in batch):
+            sealed.member.saved_at = sealed.step
+            self.observe(CheckpointSealed(sealed.member.query.key, sealed.step, sealed.size))
 
     def _complete(self, member: _Member) -> None:
         scores = {"scores": self.lanes.scores[member.lane].clone()}
@@ -289,9 +319,10 @@ class _Cohort:
         self.observe(QueryComplete(member.query.key, digest))
 
     def _interrupt(self, step: int) -> None:
-        for member in self._active():
-            if member.saved_at != step and step < self.trajectory.steps:
-                self._seal(member, step)
+        self._note(self.background.wait())
+        if step < self.trajectory.steps:
+            self._save([member for member in self._active() if member.saved_at != step], step)
+            self._note(self.background.wait())
         raise InterruptedWalkError(f"the walk stopped at step {step}, as asked; a rerun goes on from there")
 
     def _active(self) -> list[_Member]:
