@@ -15,6 +15,7 @@ import magic_pipeline
 from magic_pipeline.attribution.checking import check_before_training
 from magic_pipeline.attribution.describing import describe
 from magic_pipeline.attribution.expectations import of_training
+from magic_pipeline.attribution.free_space import check_free_space, state_bytes, walk_bytes
 from magic_pipeline.attribution.ledger import record_training
 from magic_pipeline.attribution.observing import (
     CheckpointSealed,
@@ -95,6 +96,7 @@ class _Training:
             state = to_device(TrainState.from_flat(newest.step, newest.tensors(STATE)), self.opened.recipe.model.device)
             self.sealed_at = newest.step
         resumed_from = state.step
+        self._check_free_space(state)
         with exact_numerics(self.threads), Background[CheckpointSealed]() as self.background:
             if newest is None:
                 self._seal(state)
@@ -106,6 +108,11 @@ class _Training:
         complete = self.lease.complete({LOSSES: self._losses()}, self._facts())
         self.lease.sweep()  # what killed writers left
         return from_completion(complete, resumed_from=resumed_from)
+
+    def _check_free_space(self, state: TrainState) -> None:
+        left = sum(boundary >= state.step for boundary in self.boundaries) - (self.sealed_at == state.step)
+        needed = left * state_bytes(state) + walk_bytes(state, len(self.opened.units))
+        check_free_space(self.opened.store, needed, f"training ({left} states, and then one query's walk)")
 
     def _resumable(self) -> Checkpoint | None:
         expect = of_training(self.opened.fingerprint)

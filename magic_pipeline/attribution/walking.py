@@ -16,6 +16,7 @@ from torch import Tensor
 
 from magic_pipeline.attribution.describing import describe
 from magic_pipeline.attribution.expectations import of_walk
+from magic_pipeline.attribution.free_space import check_free_space, walk_bytes
 from magic_pipeline.attribution.ledger import most_redone, record_walk
 from magic_pipeline.attribution.observing import (
     CheckpointSealed,
@@ -199,6 +200,9 @@ class _Cohort:
     def _walk(self) -> None:
         self._warn_where_bits_may_differ()
         final = state_at(self.opened, self.trajectory, self.trajectory.steps)
+        count = len(self.members)
+        needed = count * walk_bytes(final, len(self.opened.units))
+        check_free_space(self.opened.store, needed, f"the walk of {count} queries")
         self.lanes = Lanes.empty(final, self.plan.lanes, len(self.opened.units))
         self.waiting: dict[str, tuple[int, Callable[[], tuple[Tensors, Tensor]]]] = {}
         for member in self.members:
