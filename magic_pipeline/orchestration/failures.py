@@ -4,7 +4,7 @@ alone.
 | error | consequence |
 |---|---|
 | an interrupt, also one in another error's context | raised as Dagster's: CANCELED, or the run is retried |
-| StorageFullError | fails at once: waiting frees no space |
+| StorageFullError, CredentialsError | fails at once: waiting frees no space and renews no credentials |
 | any other StorageError, OSError, LeaseLostError, HeldError | tried again in the same run, up to three times |
 | any other error | the step fails for good, with the error's one line |
 """
@@ -18,7 +18,15 @@ from contextlib import contextmanager
 import dagster as dg
 from dagster._core.errors import DagsterExecutionInterruptedError
 
-from magic_pipeline.errors import HeldError, InputError, LeaseLostError, MagicError, StorageError, StorageFullError
+from magic_pipeline.errors import (
+    CredentialsError,
+    HeldError,
+    InputError,
+    LeaseLostError,
+    MagicError,
+    StorageError,
+    StorageFullError,
+)
 from magic_pipeline.orchestration.interrupts import is_interrupt
 
 logger = logging.getLogger("magic_pipeline.orchestration")
@@ -26,6 +34,7 @@ logger = logging.getLogger("magic_pipeline.orchestration")
 RETRIES = 3
 _WAIT_SECONDS = (5, 20, 60)
 _TRANSIENT = (StorageError, OSError, LeaseLostError, HeldError)
+_LASTING = (StorageFullError, CredentialsError)
 
 
 @contextmanager
@@ -38,7 +47,7 @@ def classified_failures(context: dg.OpExecutionContext | dg.AssetExecutionContex
     except BaseException as error:
         if is_interrupt(error):
             raise DagsterExecutionInterruptedError from error
-        transient = isinstance(error, _TRANSIENT) and not isinstance(error, StorageFullError)
+        transient = isinstance(error, _TRANSIENT) and not isinstance(error, _LASTING)
         if transient and context.retry_number < RETRIES:
             wait = _WAIT_SECONDS[min(context.retry_number, len(_WAIT_SECONDS) - 1)]
             logger.warning("%s. Trying again in %d s.", one_line(error).rstrip("."), wait)

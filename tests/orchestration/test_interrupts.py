@@ -10,6 +10,7 @@ import pytest
 from dagster._core.errors import DagsterExecutionInterruptedError
 
 from magic_pipeline.errors import (
+    CredentialsError,
     DamagedObjectError,
     HeldError,
     InputError,
@@ -95,6 +96,7 @@ def test_an_interrupt_inside_a_save_is_found_in_the_context() -> None:
         TrajectoryMismatchError("off"),
         MagicError("not ready"),
         StorageFullError("no space left"),
+        CredentialsError("expired"),
         ValueError("a mistake"),
     ],
 )
