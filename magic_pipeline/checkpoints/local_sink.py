@@ -6,6 +6,7 @@ import errno
 import os
 import secrets
 import shutil
+import stat
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -61,11 +62,12 @@ class LocalSink:
 
     def size(self, path: str) -> int | None:
         try:
-            return os.stat(self.root / path).st_size
+            found = os.stat(self.root / path)
         except (FileNotFoundError, NotADirectoryError):
             return None
         except OSError as error:
             raise StorageError(f"{self.root / path}: could not be looked at: {error.strerror}") from error
+        return found.st_size if stat.S_ISREG(found.st_mode) else None
 
     def delete(self, path: str) -> None:
         target = self.root / path

@@ -7,6 +7,7 @@ import sys
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
+from datetime import datetime
 from typing import BinaryIO
 
 from magic_pipeline.checkpoints.failures import surfaced
@@ -81,7 +82,9 @@ class MemorySink:
             found = self._files.find(self._at(folder), detail=True)
         for name, details in found.items():
             path = name.removeprefix(self._at("")).lstrip("/")
-            yield StoredObject(path, details["size"], details["created"].timestamp())
+            created = details["created"]  # a datetime in some versions of fsspec, seconds in others
+            seconds = created.timestamp() if isinstance(created, datetime) else float(created)
+            yield StoredObject(path, details["size"], seconds)
 
     def unfinished(self, folder: str) -> Names:
         return []
