@@ -66,7 +66,7 @@ class Experiment(Section):
         default_factory=dict,
         repr=False,
         exclude=True,
-        description="options for the storage's fsspec file system; never shown",
+        description="for S3: endpoint_url, profile, region; else what the storage's fsspec file system takes; never shown",
     )
     task: TaskSettings = Field(
         description="what is attributed: {type: a name or package.module:ClassName, ...settings}"
