@@ -1,6 +1,7 @@
 """What safe checkpoints cost: saves and loads beside plain torch, memory, and a walk with and without them.
 
-    python benchmarks/storage.py [--size-mib 1024] [--repeats 5] [--folder DIR] [--s3 s3://bucket/prefix] [--seaweedfs] [--no-walk]
+    python benchmarks/storage.py [--size-mib 1024] [--repeats 5] [--folder DIR] [--s3 s3://bucket/prefix] [--seaweedfs]
+                                 [--queries 2] [--no-walk]
 
 Saves and loads of one training state, each beside plain torch to the same place, in alternation; medians. Locally plain means
 torch.save and fsync, and torch.load. On S3 it means an upload of the same bytes by s3fs, and torch.load from an s3fs file.
@@ -43,6 +44,7 @@ def main() -> None:
     parser.add_argument("--folder", type=Path, help="where to write locally (a temporary folder)")
     parser.add_argument("--s3", help="an s3:// URL to write below")
     parser.add_argument("--seaweedfs", action="store_true", help="measure a SeaweedFS server started for it")
+    parser.add_argument("--queries", type=int, default=2, help="queries that are walked (2)")
     parser.add_argument("--no-walk", action="store_true")
     options = parser.parse_args()
     with tempfile.TemporaryDirectory(dir=options.folder) as name:
@@ -59,7 +61,7 @@ def main() -> None:
             with seaweedfs(folder / "seaweedfs") as (url, settings):
                 measure_s3(url, settings, state, options.repeats)
         if not options.no_walk:
-            measure_walk(folder, options.repeats)
+            measure_walk(folder, options.queries, options.repeats)
 
 
 def training_state(size: int) -> dict[str, Tensor]:
@@ -152,18 +154,24 @@ def _status(field: str) -> int:
     return next(int(line.split()[1]) * 1024 for line in lines if line.startswith(f"{field}:"))
 
 
-def measure_walk(folder: Path, repeats: int) -> None:
-    """One walk of all queries, with a checkpoint a segment, beside one that seals its end alone."""
+def measure_walk(folder: Path, queries: int, repeats: int) -> None:
+    """A walk with a checkpoint a segment, beside one that seals its end alone."""
     experiment = load_experiment(ROOT / "experiments" / "stdlib_lm.yaml")
     opened = {}
     for name, save_every in (("every segment", "segment"), ("the end", 10**6)):
         attribution = experiment.attribution.model_copy(update={"save_every": save_every, "threads": 1, "chunk": 1})
-        changes = {"storage": str(folder / name.replace(" ", "_")), "attribution": attribution}
+        asked = experiment.queries.model_copy(update={"count": queries})
+        changes = {"storage": str(folder / name.replace(" ", "_")), "attribution": attribution, "queries": asked}
         opened[name] = open_experiment(experiment.model_copy(update=changes))
         train(opened[name])
-    with_them, without = (lambda: walk_anew(opened["every segment"])), (lambda: walk_anew(opened["the end"]))
-    ours, plain = side_by_side(with_them, without, min(3, repeats))
-    print(f"{'walk, ' + experiment.name:24} {ours:8.2f}s {plain:8.2f}s {ours / plain:7.3f}")
+    seconds = {name: list[float]() for name in opened}
+    for number in range(repeats):
+        for name in sorted(opened, reverse=bool(number % 2)):
+            began = time.perf_counter()
+            walk_anew(opened[name])
+            seconds[name].append(time.perf_counter() - began)
+    ours, plain = median(seconds["every segment"]), median(seconds["the end"])
+    print(f"{f'walk of {queries} queries':24} {ours:8.2f}s {plain:8.2f}s {ours / plain:7.3f}")
 
 
 def walk_anew(opened: OpenExperiment) -> None:

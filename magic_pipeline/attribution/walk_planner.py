@@ -149,7 +149,13 @@ def measure_sizes(opened: OpenExperiment, record: StepRecord, shards: Sequence[S
 
     widest = max(range(len(shards)), key=lambda index: len(shards[index].units))
     with torch.autograd.graph.saved_tensors_hooks(count, lambda tensor: tensor):
-        graph = shard_graph(opened.recipe.model, record, shards[widest], widest, total_denominator(shards, state.step))
+        graph = shard_graph(
+            opened.recipe.model,
+            record,
+            shards[widest],
+            widest,
+            total_denominator(shards, state.step, opened.recipe.ranks),
+        )
     del graph
     return StepSizes(size, params, size + params, sum(saved.values()))
 
@@ -216,7 +222,7 @@ def seconds_per_lane(
 
 def seconds_of_graph(opened: OpenExperiment, record: StepRecord, shards: Sequence[Shard]) -> float:
     """Seconds of building a step's double-backward graphs."""
-    denominator = total_denominator(shards, record.state.step)
+    denominator = total_denominator(shards, record.state.step, opened.recipe.ranks)
     seconds = []
     for _ in range(2):
         began = _clock(opened.recipe.model.device)

@@ -16,7 +16,10 @@ import torch
 from torch import Tensor
 
 from magic_pipeline.errors import NonFiniteError
+from magic_pipeline.metagradient.ranks import Ranks
 from magic_pipeline.metagradient.state import Slots, Tensors
+
+ALL = Ranks()  # one rank, which owns everything
 
 
 class Optimizer(Protocol):
@@ -147,37 +150,37 @@ class AdamW:
         return root, root.add(self.eps)
 
 
-def clip(grads: Tensors, max_norm: float | None) -> Tensors:
-    """The gradients scaled to a global norm of at most `max_norm`.
+def clip(grads: Tensors, max_norm: float | None, ranks: Ranks = ALL) -> Tensors:
+    """The gradients scaled to a global norm of at most `max_norm`; with more than one rank, of the hosted pieces.
 
     Raises:
         NonFiniteError: the norm is NaN or infinite.
     """
     if max_norm is None:
         return grads
-    coefficient = max_norm / (_global_norm(grads) + 1e-6)
+    coefficient = max_norm / (_global_norm(grads, ranks) + 1e-6)
     # The norm decides for all tensors at once; a scalar branch is exact where torch's clamp multiplies by 1.
     return grads if float(coefficient) >= 1 else {name: g * coefficient for name, g in grads.items()}
 
 
-def clip_pull_back(grads: Tensors, max_norm: float | None, cot_grads: Tensors) -> Tensors:
+def clip_pull_back(grads: Tensors, max_norm: float | None, cot_grads: Tensors, ranks: Ranks = ALL) -> Tensors:
     """The cotangent `[lanes, *shape]` of the clipped gradients to that of the gradients before clipping.
 
     c = max_norm / (n + 1e-6);   to_g = c * cot - (c / (n + 1e-6) / n) * <g, cot> * g      where c < 1
     """
     if max_norm is None:
         return cot_grads
-    norm = _global_norm(grads)
+    norm = _global_norm(grads, ranks)
     coefficient = max_norm / (norm + 1e-6)
     if float(coefficient) >= 1:
         return cot_grads
     lanes = len(next(iter(cot_grads.values())))
-    # One reduction a lane, never a matrix product over lanes: its blocking would let a lane's position change bits.
-    inner = torch.stack(
-        [
-            torch.stack([(cot[lane] * grads[name]).sum() for name, cot in cot_grads.items()]).sum()
-            for lane in range(lanes)
-        ]
+    inner = _sum_over_ranks(
+        ranks,
+        {
+            rank: torch.stack([_inner(ranks.owned(grads, rank), cot_grads, lane) for lane in range(lanes)])
+            for rank in ranks.hosted
+        },
     )
     along = inner * (coefficient / (norm + 1e-6) / norm)
     return {
@@ -186,8 +189,27 @@ def clip_pull_back(grads: Tensors, max_norm: float | None, cot_grads: Tensors) -
     }
 
 
-def _global_norm(grads: Tensors) -> Tensor:
-    norm: Tensor = torch.linalg.vector_norm(torch.stack([torch.linalg.vector_norm(g) for g in grads.values()]))
+def _inner(grads: Tensors, cot_grads: Tensors, lane: int) -> Tensor:
+    """<g, cot> of one lane: a reduction, never a matrix product over lanes, whose blocking would let a lane's position change bits."""
+    return torch.stack([(cot_grads[name][lane] * g).sum() for name, g in grads.items()]).sum()
+
+
+def _sum_over_ranks(ranks: Ranks, mine: Mapping[int, Tensor]) -> Tensor:
+    if ranks.count == 1:
+        return mine[0]
+    every = ranks.of_all(torch.stack(list(mine.values())))
+    total = every[0]
+    for rank in range(1, ranks.count):
+        total = total + every[rank]
+    return total
+
+
+def _global_norm(grads: Tensors, ranks: Ranks) -> Tensor:
+    mine = [
+        torch.linalg.vector_norm(torch.stack([torch.linalg.vector_norm(g) for g in ranks.owned(grads, rank).values()]))
+        for rank in ranks.hosted
+    ]
+    norm: Tensor = mine[0] if ranks.count == 1 else torch.linalg.vector_norm(ranks.of_all(torch.stack(mine)))
     if not torch.isfinite(norm):
         bad = [name for name, g in grads.items() if not torch.isfinite(g).all()]
         raise NonFiniteError(

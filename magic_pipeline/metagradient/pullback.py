@@ -11,7 +11,7 @@ Source: MAGIC (arXiv 2504.16430), REPLAY (arXiv 2503.13751); the batching over q
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -19,6 +19,7 @@ from torch import Tensor
 
 from magic_pipeline.metagradient.model import FunctionalModel
 from magic_pipeline.metagradient.optimizers import clip, clip_pull_back
+from magic_pipeline.metagradient.ranks import Ranks
 from magic_pipeline.metagradient.state import Cotangent, Tensors
 from magic_pipeline.metagradient.step import Recipe, Shard, StepRecord, leaves, total_denominator, weighted_loss
 
@@ -48,23 +49,43 @@ def pull_back(
     if chunk < 1 or lanes % chunk:
         raise ValueError(f"a chunk of {chunk} lanes does not divide {lanes} lanes")
     chunks = [slice(at, at + chunk) for at in range(0, lanes, chunk) if active is None or any(active[at : at + chunk])]
-    state = record.state
+    state, ranks = record.state, recipe.ranks
     with torch.no_grad():
         to_params, to_slots, cot_clipped = recipe.optimizer.pull_back(
-            state.params,
+            ranks.cut(state.params),
             state.slots,
-            clip(record.grads, recipe.clip_norm),
+            clip(record.grads, recipe.clip_norm, ranks),
             recipe.learning_rates[state.step],
             state.step,
             cotangent.params,
             cotangent.slots,
         )
-        cot_grads = clip_pull_back(record.grads, recipe.clip_norm, cot_clipped)
-    denominator, cot_buffers = total_denominator(shards, state.step), cotangent.buffers
-    for index in reversed(range(len(shards))):
+        cot_grads = clip_pull_back(record.grads, recipe.clip_norm, cot_clipped, ranks)
+    denominator, cot_buffers = total_denominator(shards, state.step, ranks), cotangent.buffers
+    pulling = _Pulling(ranks, state.params, chunks, cot_grads, to_params, scores)
+    for index in _in_reverse(shards, ranks):
+        if index is None:
+            pulling.attend()
+            continue
         graph = shard_graph(recipe.model, record, shards[index], index, denominator)
-        cot_buffers = _pull_through(graph, shards[index], chunks, chunk, cot_grads, cot_buffers, to_params, scores)
+        cot_buffers = pulling.through(graph, shards[index], cot_buffers)
     return Cotangent(to_params, to_slots, cot_buffers)
+
+
+def _in_reverse(shards: Sequence[Shard], ranks: Ranks) -> Iterator[int | None]:
+    """The positions of this process's shards, last micro-batch first, and in a micro-batch rank after rank.
+
+    All processes yield equally often, None where this one has no shard left: they exchange what they pulled after each. In this
+    order the sums do not depend on the number of processes.
+    """
+    by_rank = [[index for index, shard in enumerate(shards) if shard.rank == rank] for rank in ranks.hosted]
+    longest = max(map(len, by_rank))
+    if ranks.gang.processes > 1:
+        device = shards[0].units.device if shards else torch.device("cpu")
+        longest = int(ranks.gang.gather(torch.tensor([longest], device=device)).max())
+    for microbatch in reversed(range(longest)):
+        for indices in by_rank:
+            yield indices[microbatch] if microbatch < len(indices) else None
 
 
 @dataclass(frozen=True)
@@ -92,29 +113,55 @@ def shard_graph(model: FunctionalModel, record: StepRecord, shard: Shard, index:
     return ShardGraph(outputs, params, buffers, weights)
 
 
-def _pull_through(
-    graph: ShardGraph,
-    shard: Shard,
-    chunks: Sequence[slice],
-    chunk: int,
-    cot_grads: Tensors,
-    cot_buffers: Tensors,
-    to_params: Tensors,
-    scores: Tensor,
-) -> Tensors:
-    """Adds the shard's part to `to_params` and `scores` in place; gives the cotangent of the buffers before the shard."""
-    before = {name: torch.zeros_like(cot) for name, cot in cot_buffers.items()}
-    cotangents = {f"grad/{n}": c for n, c in cot_grads.items()} | {f"buffer/{n}": c for n, c in cot_buffers.items()}
-    inputs = [*graph.params.values(), *graph.buffers.values(), graph.weights]
-    for number, rows in enumerate(chunks):
-        lanes = {name: cotangents[name][rows] for name in graph.outputs}
-        parts = pull_lanes(graph.outputs, inputs, lanes, keep_graph=number < len(chunks) - 1)
-        for into, part in zip([*to_params.values(), *before.values()], parts[:-1], strict=True):
-            if part is not None:
-                into[rows].add_(part)
-        if parts[-1] is not None:
-            scores[rows].index_add_(1, shard.units.to(scores.device), parts[-1].to(scores.dtype))
-    return before
+@dataclass(frozen=True)
+class _Pulling:
+    """What the shards of a step add to, in place.
+
+    Attributes:
+        cot_grads: of the complete gradient, this process's pieces `[lanes, ...]`.
+        to_params: likewise, of the parameters before the step.
+        scores: `[lanes, units]`.
+    """
+
+    ranks: Ranks
+    params: Tensors
+    chunks: Sequence[slice]
+    cot_grads: Tensors
+    to_params: Tensors
+    scores: Tensor
+
+    def through(self, graph: ShardGraph, shard: Shard, cot_buffers: Tensors) -> Tensors:
+        """Adds the shard's part; gives the cotangent of the buffers before the shard."""
+        before = {name: torch.zeros_like(cot) for name, cot in cot_buffers.items()}
+        inputs = [*graph.params.values(), *graph.buffers.values(), graph.weights]
+        for number, rows in enumerate(self.chunks):
+            cotangents = {f"grad/{n}": c for n, c in self._whole(rows).items()}
+            cotangents |= {f"buffer/{n}": c[rows] for n, c in cot_buffers.items()}
+            parts = pull_lanes(
+                graph.outputs,
+                inputs,
+                {name: cotangents[name] for name in graph.outputs},
+                keep_graph=number < len(self.chunks) - 1,
+            )
+            self._add(parts[: len(graph.params)], rows)
+            for into, part in zip(before.values(), parts[len(graph.params) : -1], strict=True):
+                if part is not None:
+                    into[rows].add_(part)
+            if parts[-1] is not None:
+                self.scores[rows].index_add_(1, shard.units.to(self.scores.device), parts[-1].to(self.scores.dtype))
+        return before
+
+    def attend(self) -> None:
+        """Takes part in the exchange where this process has no shard and others do."""
+        for rows in self.chunks:
+            self._whole(rows)
+            self._add([None] * len(self.params), rows)
+
+    def _whole(self, rows: slice) -> Tensors:
+        return self.ranks.join({name: cot[rows] for name, cot in self.cot_grads.items()}, self.params)
+
+    def _add(self, parts: Sequence[Tensor | None], rows: slice) -> None:
+        self.ranks.add(self.to_params, parts, self.params, rows)
 
 
 def pull_lanes(

@@ -1,4 +1,4 @@
-"""One training step, built from shards: micro-batches now, logical ranks by the same path.
+"""One training step, built from shards: micro-batches on logical ranks.
 
 The loss of step t is `L_t = (1 / denom_t) * sum_i w_i * loss_i(params)`; `denom_t` never depends on the weights `w`. Shard s maps
 `(params, buffers_s, w)` to `(g_s, buffers_{s+1})`; `g_t = sum_s g_s`; buffers are chained.
@@ -7,8 +7,8 @@ The loss of step t is `L_t = (1 / denom_t) * sum_i w_i * loss_i(params)`; `denom
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -17,6 +17,7 @@ from torch import Tensor
 from magic_pipeline.errors import InputError, NonFiniteError
 from magic_pipeline.metagradient.model import FunctionalModel
 from magic_pipeline.metagradient.optimizers import Optimizer, clip
+from magic_pipeline.metagradient.ranks import Ranks
 from magic_pipeline.metagradient.state import Tensors, TrainState
 
 
@@ -29,25 +30,31 @@ class Shard:
         units: `[rows]` int64, the score row of each example; equal rows share one weight.
         denominator: this shard's part of `denom_t`.
         seed: of the random draws in the forward.
+        rank: the logical rank that makes it.
     """
 
     batch: Any
     units: Tensor
     denominator: float
     seed: int
+    rank: int = 0
 
 
-Data = Callable[[int], Sequence[Shard]]
+Data = Callable[[int], Sequence[Shard]]  # the shards of the ranks that this process hosts
 
 
 @dataclass(frozen=True)
 class Recipe:
-    """How to make every step: `learning_rates[t]` is that of step t."""
+    """How to make every step: `learning_rates[t]` is that of step t.
+
+    With more than one rank the optimizer works on pieces (ranks.py), so it must treat every element alike.
+    """
 
     model: FunctionalModel
     optimizer: Optimizer
     learning_rates: Sequence[float]
     clip_norm: float | None = None
+    ranks: Ranks = field(default_factory=Ranks)
 
 
 @dataclass(frozen=True)
@@ -56,7 +63,7 @@ class StepRecord:
 
     Attributes:
         state: before the step.
-        grads: the complete gradient, before clipping.
+        grads: the complete gradient, before clipping; with more than one rank, the pieces of those hosted here.
         shard_buffers: the float buffers that each shard started from.
         shard_counters: the integer buffers that each shard started from.
         loss: `L_t`.
@@ -81,30 +88,47 @@ def train_step(
         NonFiniteError: the loss or the gradient is NaN or infinite; names the step.
         InputError: the batch has a denominator of 0, or another number of losses than rows.
     """
-    denominator = total_denominator(shards, state.step)
+    ranks = recipe.ranks
+    denominator = total_denominator(shards, state.step, ranks)
     buffers, counters = state.buffers, state.counters
-    shard_buffers, shard_counters, loss = [], [], 0.0
-    grads: dict[str, Tensor] = {}
-    for shard in shards:
-        shard_buffers.append(buffers)
-        shard_counters.append(counters)
-        params = leaves(state.params)
-        with torch.enable_grad():
-            out = recipe.model.losses(params, buffers, counters, shard.batch, shard.seed)
-            _check_rows(out.losses, shard.units)
-            row_weights = None if weights is None else weights[shard.units].to(out.losses)
-            shard_loss = weighted_loss(out.losses, row_weights, denominator)
-            parts: Sequence[Tensor | None] = torch.autograd.grad(shard_loss, list(params.values()), allow_unused=True)
-        loss += float(shard_loss.detach())
-        for (name, param), part in zip(params.items(), parts, strict=True):
-            # A parameter that this shard does not use has the gradient 0.
-            complete = torch.zeros_like(param) if part is None else part
-            grads[name] = grads[name] + complete if name in grads else complete
-        buffers, counters = {n: b.detach() for n, b in out.buffers.items()}, out.counters
-    if not math.isfinite(loss):
-        raise NonFiniteError(f"the loss of training step {state.step} is {loss}")
-    record = StepRecord(state, grads, tuple(shard_buffers), tuple(shard_counters), loss)
+    shard_buffers, shard_counters, losses = [], [], []
+    grads: Tensors | None = None
+    for rank in ranks.hosted:
+        loss = 0.0
+        local: dict[str, Tensor | None] = dict.fromkeys(state.params)
+        for shard in (shard for shard in shards if shard.rank == rank):
+            shard_buffers.append(buffers)
+            shard_counters.append(counters)
+            params = leaves(state.params)
+            with torch.enable_grad():
+                out = recipe.model.losses(params, buffers, counters, shard.batch, shard.seed)
+                _check_rows(out.losses, shard.units)
+                row_weights = None if weights is None else weights[shard.units % len(weights)].to(out.losses)
+                shard_loss = weighted_loss(out.losses, row_weights, denominator)
+                parts: Sequence[Tensor | None] = torch.autograd.grad(
+                    shard_loss, list(params.values()), allow_unused=True
+                )
+            loss += float(shard_loss.detach())
+            for (name, before), part in zip(local.items(), parts, strict=True):
+                local[name] = part if before is None else before if part is None else before + part
+            buffers, counters = {n: b.detach() for n, b in out.buffers.items()}, out.counters
+        losses.append(loss)
+        grads = _with_round(ranks, grads, local, state.params)
+    total = ranks.total(losses, recipe.model.device)
+    if not math.isfinite(total):
+        raise NonFiniteError(f"the loss of training step {state.step} is {total}")
+    record = StepRecord(state, grads or {}, tuple(shard_buffers), tuple(shard_counters), total)
     return _update(recipe, record, buffers, counters), record
+
+
+def _with_round(ranks: Ranks, grads: Tensors | None, local: Mapping[str, Tensor | None], like: Tensors) -> Tensors:
+    """The gradient with the part of one rank of each process. A parameter that nobody uses has the gradient 0."""
+    if ranks.count == 1:
+        return {name: torch.zeros_like(like[name]) if part is None else part for name, part in local.items()}
+    if grads is None:
+        grads = {name: torch.zeros_like(piece) for name, piece in ranks.cut(like).items()}
+    ranks.add(grads, list(local.values()), like)
+    return grads
 
 
 def _check_rows(losses: Tensor, units: Tensor) -> None:
@@ -114,19 +138,24 @@ def _check_rows(losses: Tensor, units: Tensor) -> None:
 
 
 def _update(recipe: Recipe, record: StepRecord, buffers: Tensors, counters: Tensors) -> TrainState:
-    state, step = record.state, record.state.step
+    state, step, ranks = record.state, record.state.step, recipe.ranks
     try:
-        grads = clip(record.grads, recipe.clip_norm)
+        grads = clip(record.grads, recipe.clip_norm, ranks)
     except NonFiniteError as error:
         raise NonFiniteError(f"training step {step}: {error}") from error
     with torch.no_grad():
-        params, slots = recipe.optimizer.update(state.params, state.slots, grads, recipe.learning_rates[step], step)
+        pieces, slots = recipe.optimizer.update(
+            ranks.cut(state.params), state.slots, grads, recipe.learning_rates[step], step
+        )
+        params = ranks.join(pieces, state.params)
     return TrainState(step + 1, params, slots, buffers, counters)
 
 
-def total_denominator(shards: Sequence[Shard], step: int) -> float:
-    """`denom_t`, the sum over all shards of a step."""
-    total = sum(shard.denominator for shard in shards)
+def total_denominator(shards: Sequence[Shard], step: int, ranks: Ranks) -> float:
+    """`denom_t`, the sum over all shards of a step, on all ranks."""
+    device = shards[0].units.device if shards else torch.device("cpu")
+    mine = [sum(shard.denominator for shard in shards if shard.rank == rank) for rank in ranks.hosted]
+    total = ranks.total(mine, device)
     if not (math.isfinite(total) and total > 0):
         raise InputError(
             f"the batch of training step {step} has the denominator {total}; expected more than 0", field="task"
