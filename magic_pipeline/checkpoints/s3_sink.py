@@ -66,8 +66,13 @@ class S3Sink:
     reads_back = False
 
     def __init__(self, location: str, options: Mapping[str, Any], *, patience: Patience | None = None) -> None:
-        self._bucket, _, prefix = location.strip("/").partition("/")
+        self._bucket, _, prefix = location.rstrip("/").partition("/")
         self._prefix = f"{prefix}/" if prefix else ""
+        if "@" in self._bucket or (":" in self._bucket and not self._bucket.startswith("arn:")):
+            raise InputError(
+                "expected s3://bucket/prefix, found a login in it; key and secret belong in a profile or the environment",
+                field="storage",
+            )
         unknown = sorted(set(options) - _OPTIONS)
         if unknown:
             raise InputError(
