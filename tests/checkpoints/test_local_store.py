@@ -11,11 +11,16 @@ import torch
 from magic_pipeline.checkpoints import Chain, Store
 from magic_pipeline.errors import InputError, ObjectExistsError, StorageError
 from tests.checkpoints.contract import FACTS, ChainContract, StoreContract, state
+from tests.checkpoints.sink_contract import SharedSinkContract
 
 
 @pytest.fixture
 def url(tmp_path: Path) -> str:
     return str(tmp_path / "store")
+
+
+class TestLocalSink(SharedSinkContract):
+    pass
 
 
 class TestLocalStore(StoreContract):

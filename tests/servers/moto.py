@@ -53,11 +53,29 @@ def one_at_a_time(application: Callable[..., Iterable[bytes]]) -> Callable[..., 
     return serialised
 
 
+def know_no_upload_that_is_gone() -> None:
+    """A part for an upload that was aborted is answered with NoSuchUpload, as S3 does; moto breaks down with a KeyError."""
+    from moto.s3.exceptions import NoSuchUpload
+    from moto.s3.models import S3Backend
+
+    def checked(call: Callable[..., Any]) -> Callable[..., Any]:
+        def checking(backend: S3Backend, bucket_name: str, multipart_id: str, *rest: Any, **named: Any) -> Any:
+            if multipart_id not in backend.get_bucket(bucket_name).multiparts:
+                raise NoSuchUpload(upload_id=multipart_id)
+            return call(backend, bucket_name, multipart_id, *rest, **named)
+
+        return checking
+
+    for name in ("upload_part", "complete_multipart_upload"):
+        setattr(S3Backend, name, checked(getattr(S3Backend, name)))
+
+
 def serve(descriptor: int) -> None:
     """Answers on a listening socket that was inherited, until it is killed."""
     from moto.moto_server.werkzeug_app import DomainDispatcherApplication, MotoRequestHandler, create_backend_app
     from werkzeug.serving import make_server
 
+    know_no_upload_that_is_gone()
     application = one_at_a_time(DomainDispatcherApplication(create_backend_app))
     server = make_server(
         "127.0.0.1", 0, application, threaded=True, request_handler=MotoRequestHandler, fd=descriptor
