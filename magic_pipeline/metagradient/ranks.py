@@ -193,7 +193,7 @@ class _Layout:
         """Tensors by name from all ranges in a row `[*lead, R * length]`."""
         lead, tensors, begin = vector.shape[:-1], {}, 0
         for name, shape in self.shapes:
-            tensors[name] = vector[..., begin : begin + shape.numel()].reshape(*lead, *shape)
+            tensors[name] = vector[..., begin : begin + shape.numel()].reshape((*lead, *shape))
             begin += shape.numel()
         return tensors
 
