@@ -21,18 +21,26 @@ logger = logging.getLogger("magic_pipeline.attribution")
 _PROBE_LIMIT_BYTES = 2 * 1024**3
 
 
-def check_before_training(opened: OpenExperiment) -> ProbeReport:
-    """The numerical probe, the determinism of the data, and every query's measurement.
+def check_before_training(opened: OpenExperiment) -> None:
+    """The determinism of the data, one step, every query's measurement, and the numerical probe, by the leading process.
 
     Raises:
         InputError: naming what is wrong.
         NonFiniteError: the first step's loss or gradient is NaN or infinite.
     """
-    warn_about_fragile_settings(opened)
-    _check_determinism(opened)
+    if opened.board.leads:
+        warn_about_fragile_settings(opened)
+        _check_determinism(opened)
     # Shapes, dtypes and finiteness of the losses, found before anything is sealed.
     train_step(opened.recipe, opened.initial_state, opened.data(0))
-    _check_queries(opened)
+    if opened.board.leads:
+        _check_queries(opened)
+        check_model(opened)
+    opened.board.collect(None)
+
+
+def check_model(opened: OpenExperiment) -> ProbeReport:
+    """The numerical probe. Raises InputError."""
     state, model = opened.initial_state, opened.recipe.model
     bytes_in_float64 = 8 * sum(tensor.numel() for tensor in state.params.values())
     first = opened.queries[0].query

@@ -13,12 +13,13 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Literal, get_args
 
-from pydantic import BaseModel, Field, PrivateAttr, ValidationError, field_validator
+from pydantic import BaseModel, Field, PrivateAttr, ValidationError, ValidationInfo, field_validator
 from pydantic_core import ErrorDetails
 
 from magic_pipeline.attribution.experiment_settings import (
     AdamWSettings,
     AttributionSettings,
+    AutoOrCount,
     File,
     QueriesSettings,
     Ranks,
@@ -76,7 +77,14 @@ class Experiment(Section):
     )
     training: TrainingSettings = Field(default=TrainingSettings(), description="the training run")
     attribution: AttributionSettings = Field(default=AttributionSettings(), description="the walk back through it")
-    ranks: Ranks = Field(default=1, description="logical ranks that the work is divided over; only 1 for now")
+    ranks: Ranks = Field(
+        default=1,
+        description="logical ranks: the parts that every batch, the optimizer's slots and the walk are divided into",
+    )
+    processes: AutoOrCount = Field(
+        default="auto",
+        description="processes that the ranks run in, a divisor of ranks; auto takes one a GPU, else as many as there are CPUs",
+    )
     queries: QueriesSettings = Field(
         default=QueriesSettings(), description="where the queries come from: {file}, or {split, count}"
     )
@@ -101,6 +109,14 @@ class Experiment(Section):
         if init is not None and not init.endswith((".pt", ".safetensors", ".npz")):
             raise ValueError("should be a .pt, .safetensors or .npz file")
         return init
+
+    @field_validator("processes")
+    @classmethod
+    def _divide_ranks(cls, processes: str | int, info: ValidationInfo) -> str | int:
+        ranks = info.data.get("ranks", 1)
+        if isinstance(processes, int) and ranks % processes:
+            raise ValueError(f"should be auto or a divisor of ranks ({ranks})")
+        return processes
 
     @property
     def path(self) -> Path | None:
@@ -131,7 +147,7 @@ def recipe_content(experiment: Experiment, *, split_matters: bool) -> dict[str, 
     """What an experiment file says that changes the trained model, as plain data: its part of the training fingerprint.
 
     Files stand in it by their presence only, since paths change no number: whoever opens them adds the digests of the
-    initial weights, the batch order and the learning rates. The name, storage, queries, validation, device and
+    initial weights, the batch order and the learning rates. The name, storage, queries, validation, device, processes and
     everything under `attribution` are left out.
 
     Args:

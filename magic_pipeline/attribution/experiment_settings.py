@@ -41,16 +41,10 @@ def _auto_or_bytes(value: object) -> object:
     return count
 
 
-def _only_one_rank(value: object) -> object:
-    if value != 1 or isinstance(value, bool):
-        raise ValueError("only 1 rank is supported for now")
-    return value
-
-
 AutoOrCount = Annotated[Literal["auto"] | int, BeforeValidator(_word_or_count("auto"))]
 SegmentOrCount = Annotated[Literal["segment"] | int, BeforeValidator(_word_or_count("segment"))]
 AutoOrBytes = Annotated[Literal["auto"] | int, BeforeValidator(_auto_or_bytes)]
-Ranks = Annotated[int, BeforeValidator(_only_one_rank)]
+Ranks = Annotated[int, Field(strict=True, ge=1, le=4096)]
 Beta = Annotated[float, Field(strict=True, ge=0, lt=1)]
 File = Annotated[str, Field(min_length=1)]
 

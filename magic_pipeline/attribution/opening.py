@@ -6,7 +6,7 @@ Opening reads and checks; it writes nothing.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from pathlib import Path
 from typing import Any
@@ -14,6 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from magic_pipeline.attribution.board import Board, OwnBoard
 from magic_pipeline.attribution.data_order import Order, batch_order, read_numbers
 from magic_pipeline.attribution.experiment import Experiment, recipe_content
 from magic_pipeline.attribution.experiment_settings import AdamWSettings, TableSchedule
@@ -26,6 +27,7 @@ from magic_pipeline.errors import InputError
 from magic_pipeline.metagradient.model import FunctionalModel
 from magic_pipeline.metagradient.numerics import shard_seed
 from magic_pipeline.metagradient.optimizers import SGD, AdamW, Optimizer
+from magic_pipeline.metagradient.ranks import Alone, Gang, Ranks
 from magic_pipeline.metagradient.schedules import learning_rates
 from magic_pipeline.metagradient.state import TrainState
 from magic_pipeline.metagradient.step import Data, Recipe, Shard
@@ -74,6 +76,12 @@ class OpenExperiment:
     store: Store
     fingerprint: str
     facts: Mapping[str, Any]
+    board: Board = field(default_factory=OwnBoard)
+
+    @property
+    def ranks(self) -> Ranks:
+        """The logical ranks, and which of them are this process's."""
+        return self.recipe.ranks
 
     @property
     def steps(self) -> int:
@@ -114,24 +122,38 @@ class OpenExperiment:
         return lambda step: self.shards(step, microbatch_size)
 
     def shards(self, step: int, microbatch_size: int | None) -> tuple[Shard, ...]:
-        """The shards of a step: its batch cut into micro-batches."""
-        batch = self.order[step]
-        size = microbatch_size or len(batch)
-        cuts = [batch[at : at + size] for at in range(0, len(batch), size)]
-        return tuple(self._shard(step, number, indices) for number, indices in enumerate(cuts))
+        """This process's shards of a step: each of its ranks' part of the batch, cut into micro-batches.
+
+        A rank's part is a range of the batch, empty for the last ranks of a batch with fewer rows than ranks. The score rows of its
+        examples lie in the rank's own block (`score_rows`).
+        """
+        batch, shards = self.order[step], list[Shard]()
+        for position, rank in enumerate(self.ranks.hosted):
+            start, stop = (-(-end * len(batch) // self.ranks.count) for end in (rank, rank + 1))
+            part = batch[start:stop]
+            size = microbatch_size or max(1, len(part))
+            for number, at in enumerate(range(0, len(part), size)):
+                shards.append(self._shard(step, rank, position, number, part[at : at + size]))
+        return tuple(shards)
+
+    @property
+    def score_rows(self) -> int:
+        """Rows of this process's score accumulators: one block of all units for each rank that it hosts."""
+        return len(self.ranks.hosted) * len(self.units)
 
     def phi(self, query: OpenQuery, params: Mapping[str, Tensor], buffers: Mapping[str, Tensor]) -> Tensor:
         """The query's measurement [], differentiable in params and buffers; eval mode, a batch of its own."""
         model = self.recipe.model
         return model.measurement(params, buffers, lambda module: measure(self.task, module, query.query, model.place))
 
-    def _shard(self, step: int, number: int, indices: Sequence[int]) -> Shard:
+    def _shard(self, step: int, rank: int, position: int, number: int, indices: Sequence[int]) -> Shard:
         batch = self.task.collate([self.dataset[index] for index in indices])
         return Shard(
             batch=batch,
-            units=self.unit_of_example[list(indices)],
+            units=self.unit_of_example[list(indices)] + position * len(self.units),
             denominator=protocol.denominator(self.task, batch),
-            seed=shard_seed(self.experiment.training.seed, step, 0, number),
+            seed=shard_seed(self.experiment.training.seed, step, rank, number),
+            rank=rank,
         )
 
 
@@ -143,17 +165,20 @@ def measure(task: Task, module: nn.Module, query: Query, place: Any) -> Tensor:
     return value
 
 
-def open_experiment(experiment: Experiment) -> OpenExperiment:
+def open_experiment(experiment: Experiment, *, gang: Gang | None = None, board: Board | None = None) -> OpenExperiment:
     """Builds the task, the model and the data order, and computes the fingerprint.
+
+    Args:
+        gang, board: of a process among several (gang.py); by default this process works alone, on all ranks.
 
     Raises:
         InputError: anything in the experiment, its files, its task or its queries is wrong.
     """
     with torch.random.fork_rng(devices=[]):
-        return _open(experiment)
+        return _open(experiment, gang or Alone(), board or OwnBoard())
 
 
-def _open(experiment: Experiment) -> OpenExperiment:
+def _open(experiment: Experiment, gang: Gang, board: Board) -> OpenExperiment:
     training, queries_setting = experiment.training, experiment.queries
     source = None
     if queries_setting.file is not None or queries_setting.split is not None:
@@ -175,10 +200,13 @@ def _open(experiment: Experiment) -> OpenExperiment:
         dtype=getattr(torch, training.dtype),
         device=choose_device(experiment.device),
     )
-    recipe = Recipe(model, _optimizer(experiment), _learning_rates(experiment, len(order)), training.clip_norm)
+    ranks = Ranks(experiment.ranks, gang)
+    recipe = Recipe(model, _optimizer(experiment), _learning_rates(experiment, len(order)), training.clip_norm, ranks)
     first = task.collate([dataset[index] for index in order[0][: training.microbatch_size or len(order[0])]])
     initial = model.initial_state(recipe.optimizer, first)
     facts = _training_facts(experiment, task, recipe, initial, dataset, order)
+    if ranks.count > 1:
+        initial = _divided(initial, recipe)
     return OpenExperiment(
         experiment=experiment,
         task=task,
@@ -193,7 +221,20 @@ def _open(experiment: Experiment) -> OpenExperiment:
         store=Store(experiment.storage_url, options=experiment.storage_options or None),
         fingerprint=fingerprint(facts),
         facts=facts,
+        board=board,
     )
+
+
+def _divided(initial: TrainState, recipe: Recipe) -> TrainState:
+    """The state with the optimizer's slots divided over the ranks."""
+    if initial.buffers or initial.counters:
+        name = next(iter({**initial.buffers, **initial.counters}))
+        raise InputError(
+            f"training changes the model's buffer {name!r} (batch statistics), which ranks would have to agree on; "
+            "take ranks: 1, or a model without such buffers",
+            field="ranks",
+        )
+    return replace(initial, slots=recipe.optimizer.init(recipe.ranks.cut(initial.params)))
 
 
 def _copy(module: nn.Module) -> nn.Module:

@@ -9,6 +9,7 @@ from pathlib import Path
 
 from magic_pipeline.attribution.expectations import of_walk
 from magic_pipeline.attribution.opening import OpenExperiment, OpenQuery
+from magic_pipeline.attribution.rank_parts import part_of
 from magic_pipeline.attribution.score_matrix import ScoreMatrix, combine, write_score_matrix_file
 from magic_pipeline.attribution.score_table import ScoreFacts, ScoreTable, read_score_table, write_score_table
 from magic_pipeline.attribution.sealed_files import SealedFile, find_file, seal_file
@@ -21,8 +22,6 @@ from magic_pipeline.attribution.status import (
 )
 from magic_pipeline.attribution.trajectory import required_trajectory
 from magic_pipeline.errors import MagicError
-
-PART = "rank0"
 
 
 @dataclass(frozen=True)
@@ -127,7 +126,11 @@ def _finished_walk(opened: OpenExperiment, key: str) -> str:
 
 def _table_of_walk(opened: OpenExperiment, query: OpenQuery) -> ScoreTable:
     trajectory = required_trajectory(opened)
-    complete = opened.query_chain(query).completed(of_walk(opened.fingerprint, query.digest, trajectory.digest))
+    expect, parts = (
+        of_walk(opened.fingerprint, query.digest, trajectory.digest),
+        map(part_of, range(opened.ranks.count)),
+    )
+    complete = opened.query_chain(query).completed(expect, read=list(parts))
     if complete is None:
         raise MagicError(f"query {query.id!r}: its finished walk cannot be read any more")
     facts = ScoreFacts(
@@ -141,7 +144,10 @@ def _table_of_walk(opened: OpenExperiment, query: OpenQuery) -> ScoreTable:
         unit=opened.experiment.attribution.unit,
         versions=complete.facts["plan"]["versions"],
     )
-    return ScoreTable(facts, opened.units, complete.tensors(PART)["scores"].numpy())
+    scores = complete.tensors(part_of(0))["scores"]
+    for rank in range(1, opened.ranks.count):
+        scores = scores + complete.tensors(part_of(rank))["scores"]
+    return ScoreTable(facts, opened.units, scores.numpy())
 
 
 def _read(opened: OpenExperiment, sealed: SealedFile) -> ScoreTable:

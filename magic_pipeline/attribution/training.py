@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Mapping, Sequence
+from contextlib import ExitStack
 from functools import cache
 from importlib.metadata import PackageNotFoundError, version
 from typing import Any
@@ -12,6 +13,7 @@ import torch
 from torch.utils.flop_counter import FlopCounterMode
 
 import magic_pipeline
+from magic_pipeline.attribution.board import decided
 from magic_pipeline.attribution.checking import check_before_training
 from magic_pipeline.attribution.describing import describe
 from magic_pipeline.attribution.expectations import of_training
@@ -19,6 +21,7 @@ from magic_pipeline.attribution.free_space import check_free_space, state_bytes,
 from magic_pipeline.attribution.ledger import record_training
 from magic_pipeline.attribution.observing import (
     CheckpointSealed,
+    Event,
     Observe,
     ShouldStop,
     TrainingProgress,
@@ -27,18 +30,24 @@ from magic_pipeline.attribution.observing import (
 )
 from magic_pipeline.attribution.opening import OpenExperiment
 from magic_pipeline.attribution.progress import Pace
+from magic_pipeline.attribution.rank_parts import (
+    agreed,
+    owned,
+    part_of,
+    parts_of_state,
+    seal_together,
+    state_digest,
+    state_of_parts,
+)
 from magic_pipeline.attribution.trajectory import (
     LOSSES,
-    STATE,
     Trajectory,
-    from_completion,
+    required_trajectory,
     sealed_trajectory,
-    to_device,
     trajectory_digest,
 )
 from magic_pipeline.checkpoints.background import Background, is_worth_a_thread
-from magic_pipeline.checkpoints.chain import Checkpoint
-from magic_pipeline.checkpoints.digests import tensors_digest
+from magic_pipeline.checkpoints.chain import COMPLETE_STEP, Checkpoint, by_age
 from magic_pipeline.checkpoints.lease import Lease
 from magic_pipeline.errors import InterruptedWalkError, NonFiniteError
 from magic_pipeline.metagradient.numerics import exact_numerics
@@ -61,28 +70,31 @@ def train(opened: OpenExperiment, *, observe: Observe = unobserved, should_stop:
         InterruptedWalkError: `should_stop` said so; the boundary reached last is sealed.
     """
     finished = sealed_trajectory(opened)
-    if finished is not None:
-        return finished
-    with opened.trajectory_chain.take() as lease:
-        lease.discard_unfinished()
-        describe(opened)
+    if decided(opened.board, finished is not None):
+        return finished or required_trajectory(opened)
+    with ExitStack() as held:
+        lease = None
+        if opened.board.leads:
+            lease = held.enter_context(opened.trajectory_chain.take())
+            describe(opened)
         return _Training(opened, lease, observe, should_stop).run()
 
 
 class _Training:
-    def __init__(self, opened: OpenExperiment, lease: Lease, observe: Observe, should_stop: ShouldStop) -> None:
+    def __init__(self, opened: OpenExperiment, lease: Lease | None, observe: Observe, should_stop: ShouldStop) -> None:
         self.opened, self.lease, self.observe, self.should_stop = opened, lease, observe, should_stop
         self.losses: list[float] = []
         self.state_digests: list[str] = []
         self.pace = Pace()
         self.sealed_at: int | None = None
+        self.chain, self.saves = opened.trajectory_chain, opened.board.channel("saves of training")
 
     def run(self) -> Trajectory:
         newest = self._resumable()
         if newest is None:
             setting = self.opened.experiment.attribution.segment_steps
             self.boundaries = segment_boundaries(self.opened.steps, None if setting == "auto" else setting)
-            self.threads = chosen_threads(self.opened)
+            self.threads = decided(self.opened.board, chosen_threads(self.opened))
             self.microbatch_size = self.opened.experiment.training.microbatch_size
             with exact_numerics(self.threads):
                 check_before_training(self.opened)
@@ -93,7 +105,7 @@ class _Training:
             self.microbatch_size = newest.facts["microbatch_size"]
             self.losses = newest.tensors(LOSSES)["losses"].tolist()
             self.state_digests = list(newest.facts["state_digests"])
-            state = to_device(TrainState.from_flat(newest.step, newest.tensors(STATE)), self.opened.recipe.model.device)
+            state = state_of_parts(self.opened, newest)
             self.sealed_at = newest.step
         resumed_from = state.step
         self._check_free_space(state)
@@ -101,26 +113,42 @@ class _Training:
             if newest is None:
                 self._seal(state)
             for stop in (boundary for boundary in self.boundaries if boundary > state.step):
-                record_training(self.opened.store, self.opened.layout, state.step, stop)
+                if self.opened.board.leads:
+                    record_training(self.opened.store, self.opened.layout, state.step, stop)
                 state = self._segment(state, stop, resumed_from)
                 self._seal(state)
             self._note(self.background.wait())
-        complete = self.lease.complete({LOSSES: self._losses()}, self._facts())
-        self.lease.sweep()  # what killed writers left
-        return from_completion(complete, resumed_from=resumed_from)
+        lead, losses, facts = self.opened.board.leads, self._losses(), self._facts()
+        seal_together(self.opened.board, self.chain, self.lease, COMPLETE_STEP, {LOSSES: losses} if lead else {}, facts)
+        if self.lease is not None:
+            self.lease.sweep()  # what killed writers left
+        return Trajectory(
+            facts["trajectory"],
+            losses["losses"].tolist(),
+            len(self.losses),
+            resumed_from,
+            tuple(facts["boundaries"]),
+            tuple(facts["state_digests"]),
+            facts["threads"],
+            facts["microbatch_size"],
+            facts["versions"],
+        )
 
     def _check_free_space(self, state: TrainState) -> None:
         left = sum(boundary >= state.step for boundary in self.boundaries) - (self.sealed_at == state.step)
-        needed = left * state_bytes(state) + walk_bytes(state, len(self.opened.units))
-        check_free_space(self.opened.store, needed, f"training ({left} states, and then one query's walk)")
+        mine = owned(self.opened.ranks, state)
+        needed = left * state_bytes(mine) + walk_bytes(mine, self.opened.score_rows)
+        what = f"training ({left} states, and then one query's walk)"
+        check_free_space(self.opened.store, needed * self.opened.ranks.gang.processes, what)
 
     def _resumable(self) -> Checkpoint | None:
-        expect = of_training(self.opened.fingerprint)
-        return self.opened.trajectory_chain.newest(expect, order="highest", read=[STATE, LOSSES])
+        names = by_age(self.chain.sealed(), "highest") if self.opened.board.leads else []
+        read = [*map(part_of, self.opened.ranks.hosted), LOSSES]
+        return agreed(self.opened, self.chain, names, of_training(self.opened.fingerprint), read)
 
     def _segment(self, state: TrainState, stop: int, resumed_from: int) -> TrainState:
         for step in range(state.step, stop):
-            if self.should_stop():
+            if self.opened.ranks.agree(self.should_stop(), self.opened.recipe.model.device):
                 self._note(self.background.wait())
                 if self.sealed_at != state.step:
                     self._seal(state)
@@ -130,33 +158,42 @@ class _Training:
             self.losses.append(record.loss)
             self._note(self.background.finished())
             rate, left = self.pace.step(self.opened.steps - step - 1)
-            self.observe(TrainingProgress(step + 1, self.opened.steps, record.loss, rate, left, resumed_from))
+            self._observe(TrainingProgress(step + 1, self.opened.steps, record.loss, rate, left, resumed_from))
         return state
 
     def _seal(self, state: TrainState) -> None:
         """Seals a boundary, or where training was asked to stop, the state in between; a large one while training goes on."""
-        flat = state.flat()
+        flat = owned(self.opened.ranks, state).flat()
         bad = [name for name, tensor in flat.items() if not torch.isfinite(tensor).all()]
         if bad:
             raise NonFiniteError(f"the state of step {state.step} is not finite in {bad[0]} (and {len(bad) - 1} more)")
-        digest = tensors_digest(flat)
+        digest = state_digest(self.opened, state)
         if state.step in self.boundaries[len(self.state_digests) :]:
             self.state_digests.append(digest)
-        parts, facts = {STATE: flat, LOSSES: self._losses()}, self._facts() | {"state": digest}
+        parts: dict[str, Mapping[str, torch.Tensor]] = dict(parts_of_state(self.opened.ranks, state))
+        if self.opened.board.leads:
+            parts[LOSSES] = self._losses()
+        facts = self._facts() | {"state": digest}
 
         def work() -> CheckpointSealed:
-            sealed = self.lease.seal(state.step, parts, facts)
-            return CheckpointSealed(None, state.step, sum(blob.size for blob in sealed.blobs.values()))
+            size = seal_together(self.saves, self.chain, self.lease, state.step, parts, facts)
+            return CheckpointSealed(None, state.step, size)
 
         self._note(self.background.wait())
-        if is_worth_a_thread(self.opened.store, sum(tensor.nbytes for tensor in flat.values())):
+        if is_worth_a_thread(self.opened.store, state_bytes(state)):
             self.background.start(work)
         else:
             self._note([work()])
+        if self.opened.ranks.gang.processes > 1:
+            self.opened.board.collect(None)  # no collective waits for another process's disk
 
     def _note(self, sealed: Sequence[CheckpointSealed]) -> None:
         for event in sealed:
             self.sealed_at = event.step
+            self._observe(event)
+
+    def _observe(self, event: Event) -> None:
+        if self.opened.board.leads:
             self.observe(event)
 
     def _losses(self) -> Mapping[str, torch.Tensor]:
@@ -185,7 +222,8 @@ def chosen_threads(opened: OpenExperiment) -> int:
         return int(setting)
     if step_flops(opened) < _FLOPS_WORTH_THREADS:
         return 1
-    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    cpus = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    return max(1, cpus // opened.ranks.gang.processes)
 
 
 def step_flops(opened: OpenExperiment) -> int:

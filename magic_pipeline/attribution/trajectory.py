@@ -10,15 +10,16 @@ import torch
 
 from magic_pipeline.attribution.expectations import of_training
 from magic_pipeline.attribution.opening import OpenExperiment
+from magic_pipeline.attribution.rank_parts import agreed, owned, part_of, state_digest, state_of_parts
 from magic_pipeline.checkpoints.chain import Checkpoint
-from magic_pipeline.checkpoints.digests import fingerprint, tensors_digest
+from magic_pipeline.checkpoints.digests import fingerprint
 from magic_pipeline.errors import MagicError, TrajectoryMismatchError
 from magic_pipeline.metagradient.state import TrainState
 from magic_pipeline.metagradient.step import train_step
 
 logger = logging.getLogger("magic_pipeline.attribution")
 
-STATE, LOSSES = "rank0", "losses"
+LOSSES = "losses"
 # A state that was computed again may differ from the sealed one by rounding (other threads, hardware or versions) and no more.
 # Relative to the largest value of each tensor.
 TOLERANCE = {torch.float64: 1e-9, torch.float32: 1e-3}
@@ -94,11 +95,9 @@ def from_completion(complete: Checkpoint, *, resumed_from: int) -> Trajectory:
 def state_at(opened: OpenExperiment, trajectory: Trajectory, step: int) -> TrainState:
     """The state at a boundary: sealed, or where that is damaged, replayed from the boundary before and compared with its digest."""
     position = trajectory.boundaries.index(step)
-    checkpoint = opened.trajectory_chain.load(
-        step, of_training(opened.fingerprint) | {"state": trajectory.state_digests[position]}, read=[STATE]
-    )
+    checkpoint = _sealed_state(opened, step, trajectory.state_digests[position])
     if checkpoint is not None:
-        return to_device(TrainState.from_flat(step, checkpoint.tensors(STATE)), opened.recipe.model.device)
+        return state_of_parts(opened, checkpoint)
     if position == 0:
         state = opened.initial_state
     else:
@@ -109,6 +108,13 @@ def state_at(opened: OpenExperiment, trajectory: Trajectory, step: int) -> Train
             state, _ = train_step(opened.recipe, state, opened.shards(replayed, trajectory.microbatch_size))
     check_state(opened, trajectory, state)
     return state
+
+
+def _sealed_state(opened: OpenExperiment, step: int, digest: str) -> Checkpoint | None:
+    chain = opened.trajectory_chain
+    names = [name for name in reversed(chain.sealed()) if name.step == step] if opened.board.leads else []
+    read = [part_of(rank) for rank in opened.ranks.hosted]
+    return agreed(opened, chain, names, of_training(opened.fingerprint) | {"state": digest}, read)
 
 
 def check_state(opened: OpenExperiment, trajectory: Trajectory, state: TrainState) -> None:
@@ -122,16 +128,15 @@ def check_state(opened: OpenExperiment, trajectory: Trajectory, state: TrainStat
     if state.step not in trajectory.boundaries:
         return
     expected = trajectory.state_digests[trajectory.boundaries.index(state.step)]
-    if tensors_digest(state.flat()) == expected:
+    if state_digest(opened, state) == expected:
         return
-    sealed = opened.trajectory_chain.load(
-        state.step, of_training(opened.fingerprint) | {"state": expected}, read=[STATE]
-    )
+    sealed = _sealed_state(opened, state.step, expected)
     if sealed is None:
         raise TrajectoryMismatchError(
             f"step {state.step}: the state computed again differs from the one that was sealed, which cannot be read any more"
         )
-    size = _difference(state, TrainState.from_flat(state.step, sealed.tensors(STATE)))
+    mine = _difference(owned(opened.ranks, state), owned(opened.ranks, state_of_parts(opened, sealed)))
+    size = max(opened.board.collect(mine))
     tolerance = TOLERANCE[opened.recipe.model.dtype]
     if not size <= tolerance:
         raise TrajectoryMismatchError(
@@ -143,11 +148,6 @@ def check_state(opened: OpenExperiment, trajectory: Trajectory, state: TrainStat
         state.step,
         size,
     )
-
-
-def to_device(state: TrainState, device: torch.device) -> TrainState:
-    """The state on `device`."""
-    return TrainState.from_flat(state.step, {name: tensor.to(device) for name, tensor in state.flat().items()})
 
 
 def _difference(state: TrainState, sealed: TrainState) -> float:

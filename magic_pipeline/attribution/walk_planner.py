@@ -17,6 +17,7 @@ import torch
 from torch import Tensor
 
 from magic_pipeline.attribution.opening import OpenExperiment
+from magic_pipeline.attribution.rank_parts import owned
 from magic_pipeline.attribution.training import versions
 from magic_pipeline.attribution.trajectory import Trajectory, state_at
 from magic_pipeline.attribution.walk_plan import WalkPlan
@@ -43,7 +44,7 @@ class StepSizes:
     """Bytes of what a walk holds.
 
     Attributes:
-        state: params, slots and buffers.
+        state: this process's pieces of params, slots and buffers.
         params: the trainable parameters.
         record: a rematerialised step: its state and gradient.
         graph: the double-backward graph of the largest micro-batch.
@@ -123,21 +124,25 @@ def _plan(opened: OpenExperiment, trajectory: Trajectory, cohort: tuple[str, ...
 
 
 def memory_budget(opened: OpenExperiment) -> int:
-    """Bytes that a walk may take: `attribution.memory_budget`, by default a share of what is free now."""
+    """Bytes that each process of a walk may take: `attribution.memory_budget`, by default a share of what is free now."""
     setting = opened.experiment.attribution.memory_budget
     if setting != "auto":
         return int(setting)
     device = opened.recipe.model.device
     if device.type == "cuda":
-        return int(_AUTO_SHARE * torch.cuda.mem_get_info(device)[0])
-    return int(_AUTO_SHARE * psutil.virtual_memory().available)
+        free = torch.cuda.mem_get_info(device)[0]
+    else:
+        free = psutil.virtual_memory().available // opened.ranks.gang.processes
+    return int(_AUTO_SHARE * min(opened.board.collect(free)))
 
 
 def measure_sizes(opened: OpenExperiment, record: StepRecord, shards: Sequence[Shard]) -> StepSizes:
     """Sizes of one step, the graph's by counting what autograd saves for it."""
     state = record.state
     params = _bytes(state.params.values())
-    size = params + sum(_bytes(t.values()) for t in state.slots.values()) + _bytes(state.buffers.values())
+    slots = sum(_bytes(t.values()) for t in state.slots.values())
+    pieces = _bytes(opened.ranks.cut(state.params).values())
+    size = pieces + slots + _bytes(state.buffers.values())
     saved: dict[int, int] = {}
     own = {tensor.untyped_storage().data_ptr() for tensor in state.flat().values()}
 
@@ -157,7 +162,8 @@ def measure_sizes(opened: OpenExperiment, record: StepRecord, shards: Sequence[S
             total_denominator(shards, state.step, opened.recipe.ranks),
         )
     del graph
-    return StepSizes(size, params, size + params, sum(saved.values()))
+    record_size = params + slots + _bytes(state.buffers.values()) + pieces
+    return StepSizes(*(max(opened.board.collect(n)) for n in (size, params, record_size, sum(saved.values()))))
 
 
 def _chunk(
@@ -210,26 +216,29 @@ def seconds_per_lane(
     """Seconds of one step's pullback per lane without the graph that the lanes share, pulled `width` at a time; the better of two."""
     # Two chunks, so that the graph is shared as in the walk and its cost counts the same for every width.
     lanes = max(2, width)
-    cotangent = random_cotangent(record.state, lanes)
-    scores = torch.zeros(lanes, len(opened.units), dtype=opened.recipe.model.dtype, device=opened.recipe.model.device)
+    cotangent = random_cotangent(owned(opened.ranks, record.state), lanes)
+    scores = torch.zeros(lanes, opened.score_rows, dtype=opened.recipe.model.dtype, device=opened.recipe.model.device)
     seconds = []
     for _ in range(2):
         began = _clock(opened.recipe.model.device)
         pull_back(opened.recipe, record, shards, cotangent, scores, chunk=width)
         seconds.append(_clock(opened.recipe.model.device) - began)
-    return max(min(seconds) - graph_seconds, 1e-9) / lanes
+    # All processes have to choose alike, so they take the slowest one's time.
+    slowest: float = max(opened.board.collect(max(min(seconds) - graph_seconds, 1e-9) / lanes))
+    return slowest
 
 
 def seconds_of_graph(opened: OpenExperiment, record: StepRecord, shards: Sequence[Shard]) -> float:
     """Seconds of building a step's double-backward graphs."""
-    denominator = total_denominator(shards, record.state.step, opened.recipe.ranks)
+    denominator = total_denominator(shards, record.state.step, opened.ranks)
     seconds = []
     for _ in range(2):
         began = _clock(opened.recipe.model.device)
         for index, shard in enumerate(shards):
             shard_graph(opened.recipe.model, record, shard, index, denominator)
         seconds.append(_clock(opened.recipe.model.device) - began)
-    return min(seconds)
+    slowest: float = max(opened.board.collect(min(seconds)))
+    return slowest
 
 
 def random_cotangent(state: TrainState, lanes: int) -> Cotangent:

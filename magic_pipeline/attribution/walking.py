@@ -14,12 +14,14 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from magic_pipeline.attribution.board import decided
 from magic_pipeline.attribution.describing import describe
 from magic_pipeline.attribution.expectations import of_walk
 from magic_pipeline.attribution.free_space import check_free_space, walk_bytes
 from magic_pipeline.attribution.ledger import most_redone, record_walk
 from magic_pipeline.attribution.observing import (
     CheckpointSealed,
+    Event,
     Observe,
     QueryComplete,
     ShouldStop,
@@ -29,13 +31,14 @@ from magic_pipeline.attribution.observing import (
 )
 from magic_pipeline.attribution.opening import OpenExperiment, OpenQuery
 from magic_pipeline.attribution.progress import Pace
+from magic_pipeline.attribution.rank_parts import agreed, by_rank, digest_together, owned, part_of, seal_together
 from magic_pipeline.attribution.training import versions
 from magic_pipeline.attribution.trajectory import Trajectory, check_state, required_trajectory, state_at
 from magic_pipeline.attribution.walk_plan import WalkPlan, cohorts, seal_plan, sealed_plan
 from magic_pipeline.attribution.walk_planner import plan_cohorts
 from magic_pipeline.checkpoints.background import Background, is_worth_a_thread
-from magic_pipeline.checkpoints.chain import Checkpoint
-from magic_pipeline.checkpoints.digests import fingerprint, tensors_digest
+from magic_pipeline.checkpoints.chain import COMPLETE_STEP, Checkpoint, by_age
+from magic_pipeline.checkpoints.digests import fingerprint
 from magic_pipeline.checkpoints.lease import Lease
 from magic_pipeline.errors import HeldError, InterruptedWalkError, NonFiniteError
 from magic_pipeline.metagradient.numerics import exact_numerics
@@ -44,8 +47,6 @@ from magic_pipeline.metagradient.step import leaves
 from magic_pipeline.metagradient.walk import Lanes, walk_segment
 
 logger = logging.getLogger("magic_pipeline.attribution")
-
-PART = "rank0"
 
 
 @dataclass(frozen=True)
@@ -76,17 +77,21 @@ def walk(
         TrajectoryMismatchError: a replayed state is not the sealed one.
         InterruptedWalkError: `should_stop` said so; what was reached is sealed.
     """
-    trajectory = required_trajectory(opened)
-    describe(opened)
+    trajectory, board = required_trajectory(opened), opened.board
+    if board.leads:
+        describe(opened)
     pace = Pace()
     queries = {key: opened.query(key) for key in keys}
-    todo = [q for q in queries.values() if not _is_complete(opened, trajectory, q)]
+    unfinished = [k for k, q in queries.items() if not _is_complete(opened, trajectory, q)] if board.leads else []
+    todo = [queries[key] for key in decided(board, unfinished)]
     resumed: dict[str, int | None] = {}
     failures: list[NonFiniteError] = []
     redone = 0
     with ExitStack() as held:
-        leases = {query.key: held.enter_context(opened.query_chain(query).take()) for query in todo}
-        members = {query.key: _member(opened, trajectory, query, leases[query.key]) for query in todo}
+        leases: dict[str, Lease] = {}
+        for query in todo if board.leads else []:
+            leases[query.key] = held.enter_context(opened.query_chain(query).take())
+        members = {query.key: _member(opened, trajectory, query, leases.get(query.key)) for query in todo}
         with exact_numerics(trajectory.threads):
             _plan_the_unplanned(opened, trajectory, members)
         for plan, in_cohort in cohorts({key: m.plan for key, m in members.items() if m.plan is not None}):
@@ -113,32 +118,35 @@ def _is_complete(opened: OpenExperiment, trajectory: Trajectory, query: OpenQuer
 
 
 def query_gradient(opened: OpenExperiment, query: OpenQuery, state: TrainState) -> dict[str, Tensor]:
-    """d phi / d state, where the walk begins: zero in the optimizer's slots.
+    """d phi / d state, where the walk begins, in this process's pieces: zero in the optimizer's slots.
 
     Raises:
         NonFiniteError: the measurement or its gradient is NaN or infinite.
     """
-    flat = Cotangent.zeros(state, 1).lane(0)
+    flat = Cotangent.zeros(owned(opened.ranks, state), 1).lane(0)
     params, buffers = leaves(state.params), leaves(state.buffers)
     with torch.enable_grad():
         phi = opened.phi(query, params, buffers)
         gradient = torch.autograd.grad(phi, [*params.values(), *buffers.values()], allow_unused=True)
-    for name, part in zip(
-        [*(f"params/{n}" for n in params), *(f"buffers/{n}" for n in buffers)], gradient, strict=True
-    ):
+    of_params = {
+        name: torch.zeros_like(params[name]) if part is None else part.detach()
+        for name, part in zip(params, gradient, strict=False)
+    }
+    flat |= {f"params/{name}": piece for name, piece in opened.ranks.cut(of_params).items()}
+    for name, part in zip(buffers, gradient[len(params) :], strict=True):
         if part is not None:
-            flat[name] = part.detach()
-    if not all(bool(torch.isfinite(part).all()) for part in [phi, *flat.values()]):
+            flat[f"buffers/{name}"] = part.detach()
+    if not all(bool(torch.isfinite(part).all()) for part in [phi, *of_params.values(), *flat.values()]):
         raise NonFiniteError(f"query {query.id!r}: its measurement ({float(phi.detach())}) or gradient is not finite")
     return flat
 
 
 @dataclass
 class _Member:
-    """A query in a cohort: where it goes on, and its right to write."""
+    """A query in a cohort: where it goes on, and the right to write, which the leading process has."""
 
     query: OpenQuery
-    lease: Lease
+    lease: Lease | None
     expect: Mapping[str, Any]
     sealed: Checkpoint | None
     plan: WalkPlan | None
@@ -155,15 +163,14 @@ class _Sealed:
     size: int
 
 
-def _member(opened: OpenExperiment, trajectory: Trajectory, query: OpenQuery, lease: Lease) -> _Member:
-    expect = of_walk(opened.fingerprint, query.digest, trajectory.digest)
-    lease.discard_unfinished()
-    sealed = lease.chain.newest(expect, order="lowest")
+def _member(opened: OpenExperiment, trajectory: Trajectory, query: OpenQuery, lease: Lease | None) -> _Member:
+    chain, expect = opened.query_chain(query), of_walk(opened.fingerprint, query.digest, trajectory.digest)
+    sealed = agreed(opened, chain, by_age(chain.sealed(), "lowest") if lease else [], expect)
     if sealed is not None:
-        plan: WalkPlan | None = WalkPlan.from_dict(sealed.facts["plan"])
-    else:
-        plan = sealed_plan(opened.store, opened.layout, query.key, query.digest, trajectory.digest)
-    return _Member(query, lease, expect, sealed, plan)
+        return _Member(query, lease, expect, sealed, WalkPlan.from_dict(sealed.facts["plan"]))
+    found = sealed_plan(opened.store, opened.layout, query.key, query.digest, trajectory.digest) if lease else None
+    plan = decided(opened.board, None if found is None else found.as_dict())
+    return _Member(query, lease, expect, None, None if plan is None else WalkPlan.from_dict(plan))
 
 
 def _plan_the_unplanned(opened: OpenExperiment, trajectory: Trajectory, members: Mapping[str, _Member]) -> None:
@@ -176,7 +183,8 @@ def _plan_the_unplanned(opened: OpenExperiment, trajectory: Trajectory, members:
     unplanned = [key for key, member in members.items() if member.plan is None and key not in adopted]
     made = {key: plan for plan in plan_cohorts(opened, trajectory, unplanned) for key in plan.cohort}
     for key, plan in (adopted | made).items():
-        seal_plan(opened.store, opened.layout, key, members[key].query.digest, trajectory.digest, plan)
+        if opened.board.leads:
+            seal_plan(opened.store, opened.layout, key, members[key].query.digest, trajectory.digest, plan)
         members[key].plan = plan
 
 
@@ -194,24 +202,26 @@ class _Cohort:
     steps_redone: int = 0
 
     def walk(self) -> None:
+        self.saves = self.opened.board.channel(f"saves of {self.plan.digest}")
         with Background[list[_Sealed]]() as self.background:
             self._walk()
 
     def _walk(self) -> None:
-        self._warn_where_bits_may_differ()
-        final = state_at(self.opened, self.trajectory, self.trajectory.steps)
-        count = len(self.members)
-        needed = count * walk_bytes(final, len(self.opened.units))
-        check_free_space(self.opened.store, needed, f"the walk of {count} queries")
-        self.lanes = Lanes.empty(final, self.plan.lanes, len(self.opened.units))
+        opened, leads = self.opened, self.opened.board.leads
+        if leads:
+            self._warn_where_bits_may_differ()
+        final = state_at(opened, self.trajectory, self.trajectory.steps)
+        mine = owned(opened.ranks, final)
+        if leads:
+            self._check_free_space(mine)
+        self.lanes = Lanes.empty(mine, self.plan.lanes, opened.score_rows)
         self.waiting: dict[str, tuple[int, Callable[[], tuple[Tensors, Tensor]]]] = {}
         for member in self.members:
             member.lane = self.plan.lane(member.query.key)
             self._wait(member, final)
         self.pace = Pace()
-        self.steps_redone = most_redone(
-            self.opened.store, self.opened.layout, {k: s for k, (s, _) in self.waiting.items()}
-        )
+        if leads:
+            self.steps_redone = most_redone(opened.store, opened.layout, {k: s for k, (s, _) in self.waiting.items()})
         position = max(step for step, _ in self.waiting.values())
         while position > 0 and (self.waiting or self._active()):
             start = max(boundary for boundary in self.plan.boundaries if boundary < position)
@@ -220,6 +230,11 @@ class _Cohort:
         self._note(self.background.wait())
         for member in self._active():
             self._complete(member)
+
+    def _check_free_space(self, mine: TrainState) -> None:
+        count = len(self.members)
+        needed = count * walk_bytes(mine, self.opened.score_rows) * self.opened.ranks.gang.processes
+        check_free_space(self.opened.store, needed, f"the walk of {count} queries")
 
     def _wait(self, member: _Member, final: TrainState) -> None:
         """The query joins at the step it is sealed at, or at the end of the run with its gradient."""
@@ -234,15 +249,20 @@ class _Cohort:
         return query_gradient(self.opened, member.query, final), torch.zeros_like(self.lanes.scores[0])
 
     def _resumed(self, member: _Member, sealed: Checkpoint) -> tuple[Tensors, Tensor]:
-        tensors = {n: t.to(self.lanes.scores.device) for n, t in sealed.tensors(PART).items()}
-        scores = tensors.pop("scores")
-        return tensors, scores
+        cotangent: dict[str, Tensor] = {}
+        scores: list[Tensor] = []
+        for rank in self.opened.ranks.hosted:
+            tensors = {n: t.to(self.lanes.scores.device) for n, t in sealed.tensors(part_of(rank)).items()}
+            scores.append(tensors.pop("scores"))
+            cotangent |= tensors
+        return cotangent, torch.cat(scores)
 
     def _segment(self, start: int, stop: int) -> None:
         queries = {m.query.key: stop for m in self._active()} | {
             key: step for key, (step, _) in self.waiting.items() if start < step <= stop
         }
-        record_walk(self.opened.store, self.opened.layout, start, queries)
+        if self.opened.board.leads:
+            record_walk(self.opened.store, self.opened.layout, start, queries)
         state = state_at(self.opened, self.trajectory, start)
         steps = walk_segment(
             self.opened.recipe,
@@ -258,14 +278,14 @@ class _Cohort:
             if step < stop:
                 self._walked(step)
             self._join(step)
-            if step > 0 and self.should_stop():
+            if step > 0 and self.opened.ranks.agree(self.should_stop(), self.lanes.scores.device):
                 self._interrupt(step)
 
     def _walked(self, step: int) -> None:
         """What follows a backward step: the non-finite leave, the others are sealed where the plan says so."""
         self._give_up_non_finite(step)
         rate, left = self.pace.step(step)
-        self.observe(self._progress(step, rate, left))
+        self._observe(self._progress(step, rate, left))
         self._note(self.background.finished())
         if step > 0 and step in self.plan.save_steps:
             self._save(self._active(), step)
@@ -281,7 +301,8 @@ class _Cohort:
                 del self.waiting[member.query.key]
 
     def _give_up_non_finite(self, step: int) -> None:
-        finite = self.lanes.cotangent.is_finite() & torch.isfinite(self.lanes.scores.sum(1))
+        mine = self.lanes.cotangent.is_finite() & torch.isfinite(self.lanes.scores.sum(1))
+        finite = self.opened.ranks.gang.gather(mine.to(self.lanes.scores.dtype)).bool().all(0)
         for member in self._active():
             if not bool(finite[member.lane]):
                 self.failures.append(
@@ -295,32 +316,58 @@ class _Cohort:
     def _save(self, members: Sequence[_Member], step: int) -> None:
         """Seals these queries at this step: large ones while the walk goes on, but never two steps at a time."""
         # By reference: the cotangents are replaced and never changed in place; the scores are added to.
-        tensors = [self.lanes.cotangent.lane(m.lane) | {"scores": self.lanes.scores[m.lane].clone()} for m in members]
+        parts = [self._parts(member) for member in members]
         self._note(self.background.wait())
-        seals = self._seals(members, step, tensors)
-        if is_worth_a_thread(self.opened.store, sum(t.nbytes for named in tensors for t in named.values())):
+        seals = self._seals(members, step, parts)
+        size = sum(t.nbytes for part in parts for named in part.values() for t in named.values())
+        # The same answer in every process, so of what is the same in all of them.
+        if is_worth_a_thread(self.opened.store, max(self.opened.board.collect(size))):
             self.background.start(lambda: list(seals))
         else:
             self._note([seals])
+            self.opened.board.collect(None)  # no collective waits for another process's disk
 
-    def _seals(self, members: Sequence[_Member], step: int, tensors: list[dict[str, Tensor]]) -> Iterator[_Sealed]:
+    def _parts(self, member: _Member) -> dict[str, dict[str, Tensor]]:
+        """This process's blobs of a query: each rank's pieces of the cotangent and the scores of its own examples."""
+        pieces, scores = by_rank(self.opened.ranks, self.lanes.cotangent.lane(member.lane)), self._scores(member)
+        return {part_of(rank): pieces[rank] | {"scores": scores[rank]} for rank in self.opened.ranks.hosted}
+
+    def _scores(self, member: _Member) -> dict[int, Tensor]:
+        rows = torch.split(self.lanes.scores[member.lane].clone(), len(self.opened.units))
+        return dict(zip(self.opened.ranks.hosted, rows, strict=True))
+
+    def _seals(
+        self, members: Sequence[_Member], step: int, parts: list[dict[str, dict[str, Tensor]]]
+    ) -> Iterator[_Sealed]:
         for member in members:
-            checkpoint = member.lease.seal(step, {PART: tensors.pop(0)}, {**member.expect, "plan": self.plan.as_dict()})
-            # Two generations stay until the newer one is verified, which `retire` does first.
-            member.lease.retire(order="lowest", keep=2)
-            yield _Sealed(member, step, sum(blob.size for blob in checkpoint.blobs.values()))
+            facts = {**member.expect, "plan": self.plan.as_dict()}
+            chain = self.opened.query_chain(member.query)
+            size = seal_together(self.saves, chain, member.lease, step, parts.pop(0), facts)
+            if member.lease is not None:
+                # Two generations stay until the newer one is verified, which `retire` does first.
+                member.lease.retire(order="lowest", keep=2)
+            yield _Sealed(member, step, size)
 
     def _note(self, batches: Sequence[Iterable[_Sealed]]) -> None:
         for sealed in (one for batch in batches for one in batch):
             sealed.member.saved_at = sealed.step
-            self.observe(CheckpointSealed(sealed.member.query.key, sealed.step, sealed.size))
+            self._observe(CheckpointSealed(sealed.member.query.key, sealed.step, sealed.size))
+
+    def _observe(self, event: Event) -> None:
+        if self.opened.board.leads:
+            self.observe(event)
 
     def _complete(self, member: _Member) -> None:
-        scores = {"scores": self.lanes.scores[member.lane].clone()}
-        digest = walk_digest(member.expect, scores)
-        member.lease.complete({PART: scores}, {**member.expect, "plan": self.plan.as_dict(), "walk": digest})
-        member.lease.clear(member.expect)
-        self.observe(QueryComplete(member.query.key, digest))
+        scores = {rank: {"scores": rows} for rank, rows in self._scores(member).items()}
+        content = digest_together(self.opened, scores)
+        digest = walk_digest(member.expect, content)
+        facts = {**member.expect, "plan": self.plan.as_dict(), "walk": digest}
+        parts = {part_of(rank): tensors for rank, tensors in scores.items()}
+        chain = self.opened.query_chain(member.query)
+        seal_together(self.opened.board, chain, member.lease, COMPLETE_STEP, parts, facts)
+        if member.lease is not None:
+            member.lease.clear(member.expect)
+        self._observe(QueryComplete(member.query.key, digest))
 
     def _interrupt(self, step: int) -> None:
         self._note(self.background.wait())
@@ -361,6 +408,6 @@ class _Cohort:
             )
 
 
-def walk_digest(expect: Mapping[str, Any], scores: Mapping[str, Tensor]) -> str:
+def walk_digest(expect: Mapping[str, Any], scores_digest: str) -> str:
     """One digest of a finished walk: its scores, query and trajectory. Equal for equal results, whoever made them."""
-    return fingerprint({"scores": tensors_digest(scores), "query": expect["query"], "trajectory": expect["trajectory"]})
+    return fingerprint({"scores": scores_digest, "query": expect["query"], "trajectory": expect["trajectory"]})

@@ -17,7 +17,7 @@ from __future__ import annotations
 
 import logging
 import re
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Container, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
@@ -202,8 +202,35 @@ class Chain:
     def released_path(self, epoch: int) -> str:
         return f"{self.epochs}/{epoch:08d}.released.json"
 
-    def _verified(self, checkpoint: Checkpoint, read: Sequence[str]) -> Checkpoint:
+    def usable(
+        self,
+        name: SealedName,
+        expect: Mapping[str, Any],
+        *,
+        parts: Container[str] | None = None,
+        read: Sequence[str] = (),
+    ) -> Checkpoint:
+        """The checkpoint if it is whole and its facts fit.
+
+        Args:
+            parts: which of its blobs to look at; None is all. The others are for other processes to verify.
+            read: parts whose tensors are kept.
+
+        Raises: one of UNUSABLE, saying why not; StorageError when the storage cannot be read.
+        """
+        manifest = self.manifest(name)
+        check_facts(manifest.facts, expect)  # before the blobs: foreign work is not worth reading
+        return self._verified(manifest, read, parts)
+
+    def warn_unused(self, name: SealedName, reason: object) -> None:
+        """One line with the object's name and why it is not used."""
+        object_name = f"{self.store.url}/{self.path(name)}"
+        logger.warning("%s is not used: %s", object_name, str(reason).removeprefix(f"{object_name}: "))
+
+    def _verified(self, checkpoint: Checkpoint, read: Sequence[str], parts: Container[str] | None = None) -> Checkpoint:
         for part, blob in checkpoint.blobs.items():
+            if parts is not None and part not in parts:
+                continue
             if part in read:
                 checkpoint._read[part] = self.store.read_blob(self.blobs, blob)
             else:
@@ -215,13 +242,9 @@ class Chain:
     ) -> Checkpoint | None:
         for name in names:
             try:
-                manifest = self.manifest(name)
-                check_facts(manifest.facts, expect)  # before the blobs: foreign work is not worth reading
-                return self._verified(manifest, read)
+                return self.usable(name, expect, read=read)
             except UNUSABLE as error:
-                object_name = f"{self.store.url}/{self.path(name)}"
-                reason = str(error).removeprefix(f"{object_name}: ")
-                logger.warning("%s is not used: %s", object_name, reason)
+                self.warn_unused(name, error)
         return None
 
 

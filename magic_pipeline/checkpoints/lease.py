@@ -268,17 +268,23 @@ class Lease:
                 logger.info("%s was released already", self.chain.released_path(self.epoch))
             self._released = True
 
-    def _commit(self, step: int, parts: Mapping[str, Mapping[str, Tensor]], facts: Mapping[str, Any]) -> Checkpoint:
-        sealed_facts: dict[str, Any] = plain(facts, "facts")
+    def begin(self, step: int) -> str:
+        """The prefix under which the blobs of a checkpoint are written, by this process or by others on its behalf.
+
+        A checkpoint of this step and epoch that turned out damaged is left behind under a new epoch.
+
+        Raises: LeaseLostError; ObjectExistsError when the step is sealed in this epoch and whole; StorageError.
+        """
         with self._lock:
             self.check()
             if self.chain.store.exists(self.chain.path(SealedName(step, self.epoch))):
                 self._leave_damage(SealedName(step, self.epoch))
-            prefix = f"e{self.epoch:08d}-"
-            blobs = {
-                part: self.chain.store.write_blob(self.chain.blobs, tensors, prefix=prefix)
-                for part, tensors in parts.items()
-            }
+            return f"e{self.epoch:08d}-"
+
+    def commit(self, step: int, blobs: Mapping[str, Blob], facts: Mapping[str, Any]) -> Checkpoint:
+        """Seals what was written since `begin`: every blob is durable, and now the manifest says so. Raises as `seal`."""
+        sealed_facts: dict[str, Any] = plain(facts, "facts")
+        with self._lock:
             self.check()  # writing blobs may have taken minutes
             name = SealedName(step, self.epoch)
             self.chain.store.create_json(
@@ -291,7 +297,17 @@ class Lease:
                     "blobs": {part: blob.as_json() for part, blob in blobs.items()},
                 },
             )
-            return Checkpoint(step, self.epoch, self.chain.path(name), sealed_facts, blobs, self.chain)
+            return Checkpoint(step, self.epoch, self.chain.path(name), sealed_facts, dict(blobs), self.chain)
+
+    def _commit(self, step: int, parts: Mapping[str, Mapping[str, Tensor]], facts: Mapping[str, Any]) -> Checkpoint:
+        plain(facts, "facts")  # a fact that has no JSON form is found before anything is written
+        with self._lock:
+            prefix = self.begin(step)
+            blobs = {
+                part: self.chain.store.write_blob(self.chain.blobs, tensors, prefix=prefix)
+                for part, tensors in parts.items()
+            }
+            return self.commit(step, blobs, facts)
 
     def _leave_damage(self, name: SealedName) -> None:
         """Takes a new epoch when the checkpoint of this name is damaged. Raises ObjectExistsError when it is whole."""

@@ -4,19 +4,20 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
+from magic_pipeline.attribution import rank_parts, training, walking
 from magic_pipeline.attribution.observing import CheckpointSealed
 from magic_pipeline.attribution.status import query_statuses
 from magic_pipeline.attribution.training import train
 from magic_pipeline.attribution.verifying import verify_experiment
 from magic_pipeline.attribution.walking import walk
-from magic_pipeline.checkpoints import background, lease
+from magic_pipeline.checkpoints import COMPLETE_STEP, background
 from magic_pipeline.errors import InterruptedWalkError, StorageError
 from tests.attribution.running import keys, open_small, run, same_bits
 
@@ -31,13 +32,16 @@ def every_save_in_the_background(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.fixture
 def around_seal(monkeypatch: pytest.MonkeyPatch) -> Callable[[Callable[[Seal, int], Any]], None]:
     """Wraps every seal: `around(seal, step)` calls `seal()`."""
-    original = lease.Lease.seal
+    original = rank_parts.seal_together
 
     def wrap(around: Callable[[Seal, int], Any]) -> None:
-        def sealing(self: lease.Lease, step: int, parts: Mapping[str, Any], facts: Mapping[str, Any]) -> Any:
-            return around(lambda: original(self, step, parts, facts), step)
+        def sealing(board: Any, chain: Any, lease: Any, step: int, parts: Any, facts: Any) -> Any:
+            if step == COMPLETE_STEP:
+                return original(board, chain, lease, step, parts, facts)
+            return around(lambda: original(board, chain, lease, step, parts, facts), step)
 
-        monkeypatch.setattr(lease.Lease, "seal", sealing)
+        for module in (walking, training):
+            monkeypatch.setattr(module, "seal_together", sealing)
 
     return wrap
 

@@ -154,7 +154,8 @@ def test_only_the_named_optimizer_s_fields_are_accepted(tmp_path: Path) -> None:
                 "a file with one learning rate per training step; they replace the optimizer's lr"
             ),
         ),
-        ("ranks: 4\n", "line 3: ranks: only 1 rank is supported for now, found 4"),
+        ("ranks: 0\n", "line 3: ranks: should be greater than or equal to 1, found 0"),
+        ("ranks: 4\nprocesses: 3\n", "line 4: processes: should be auto or a divisor of ranks (4), found 3"),
         ("attribution: {unit: token}\n", "line 3: attribution.unit: should be 'example', found 'token'"),
         (
             "attribution: {save_every: 0}\n",
@@ -171,7 +172,7 @@ def test_only_the_named_optimizer_s_fields_are_accepted(tmp_path: Path) -> None:
         ("queries: {count: 3}\n", "line 3: queries: count needs a split"),
         ("init: weights.bin\n", "line 3: init: should be a .pt, .safetensors or .npz file, found 'weights.bin'"),
         (
-            "ranks: 2\nqueriez: 1\ndevices: 2\n",
+            "ranks: two\nqueriez: 1\ndevices: 2\n",
             "line 4: queriez: unknown field; did you mean queries? (and 2 more)",
         ),
     ],
