@@ -68,9 +68,21 @@ class HeldError(MagicError):
         self.holder = holder
         super().__init__(message)
 
+    def __reduce__(self) -> tuple[object, ...]:
+        return _held, (str(self), self.holder)
+
+
+def _held(message: str, holder: dict[str, object]) -> HeldError:
+    """For pickle, which knows no keyword arguments."""
+    return HeldError(message, holder=holder)
+
 
 class LeaseLostError(MagicError):
     """A higher epoch exists: another process took this work over. Stop without writing."""
+
+
+class GangError(MagicError):
+    """A process of a gang died, or none of them went on. May be retried: what was sealed stays."""
 
 
 class InterruptedWalkError(MagicError):

@@ -184,6 +184,19 @@ class AttributionSettings(Section):
     chunk: AutoOrCount = Field(
         default="auto", description="queries per batched pullback call; auto takes the fastest that fits"
     )
+    collective_timeout_minutes: float = Field(
+        default=30, gt=0, description="with several processes: how long one waits for another's numbers"
+    )
+    stall_timeout_minutes: float = Field(
+        default=60,
+        gt=0,
+        description="with several processes: without a step for so long they are ended, with their stacks in their logs",
+    )
+    stop_grace_seconds: float = Field(
+        default=300,
+        gt=0,
+        description="with several processes: how long they may take to seal and end when they are asked to stop",
+    )
 
 
 class QueriesSettings(Section):

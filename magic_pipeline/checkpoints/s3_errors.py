@@ -124,11 +124,20 @@ def _request(files: s3fs.S3FileSystem, method: str, arguments: dict[str, Any]) -
         raise
     if method != "get_object":
         return response
-    content = sync(files.loop, response["Body"].read)
+    content = sync(files.loop, _whole, response["Body"])
     if len(content) != response["ContentLength"]:
         raise TransientError(f"{len(content)} of {response['ContentLength']} bytes arrived")
     size = response.get("ContentRange", f"/{len(content)}").rpartition("/")[2]
     return {"Body": content, "Size": int(size), "ETag": response.get("ETag")}
+
+
+async def _whole(body: Any) -> bytes:
+    """Every byte; the connection is given back also when it broke off in the middle."""
+    try:
+        content: bytes = await body.read()
+    finally:
+        body.close()
+    return content
 
 
 def translated(error: Exception, method: str, name: str) -> Exception:

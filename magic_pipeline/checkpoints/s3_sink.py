@@ -198,9 +198,9 @@ class S3Sink:
         )
         return (patience or self._patience).outlast(request, f"{self.url}/{path}")
 
-    def abort_upload(self, path: str, upload: str) -> None:
+    def abort_upload(self, path: str, upload: str, *, patience: Patience | None = None) -> None:
         with suppress(MissingObjectError):
-            self.call("abort_multipart_upload", path, Key=self.key(path), UploadId=upload)
+            self.call("abort_multipart_upload", path, patience=patience, Key=self.key(path), UploadId=upload)
 
     def is_published(self, path: str, token: str) -> bool:
         """Whether the object is there and is the one that was published with this token."""
@@ -283,9 +283,11 @@ def _connect(options: Mapping[str, Any]) -> s3fs.S3FileSystem:
     region = given.pop("region", None) or os.environ.get("AWS_REGION")
     if region:
         client.setdefault("region_name", region)
-    # Repetition is decided in one place, patience.py: botocore's and s3fs's own would multiply it.
+    # Repetition is decided in one place, patience.py: botocore's and s3fs's own would multiply it. What is read is checked
+    # by the store, against digests that were made before the bytes left the process that wrote them.
     config = {
         "retries": {"total_max_attempts": 1},
+        "response_checksum_validation": "when_required",
         "connect_timeout": 10,
         "read_timeout": 60,
         "max_pool_connections": 32,

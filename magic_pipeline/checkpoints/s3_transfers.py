@@ -20,6 +20,7 @@ logger = logging.getLogger("magic_pipeline.checkpoints")
 PART = 8 * 2**20  # bytes of a part; with those under way and the one being filled, 40 MiB of memory
 AT_ONCE = 4  # parts under way
 PUBLICATION = "magic-publication"  # the name in an object's metadata under which it says who made it
+_TO_ABORT = 5.0  # seconds
 _MOST_PARTS = 9_000  # S3 allows 10,000; the rest is room for sizes that were underestimated
 
 
@@ -62,7 +63,9 @@ class Upload:
             self._threads.give_up()
         if self._upload is not None:
             try:
-                self._sink.abort_upload(self._path, self._upload)
+                # Soon: an interrupt is waiting for this, or a save that was given up after long patience.
+                patience = Patience(min(_TO_ABORT, self._sink.patience().seconds))
+                self._sink.abort_upload(self._path, self._upload, patience=patience)
             except StorageError as error:
                 logger.warning("%s/%s: its upload stays until gc: %s", self._sink.url, self._path, error)
 

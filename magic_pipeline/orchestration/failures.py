@@ -5,7 +5,7 @@ alone.
 |---|---|
 | an interrupt, also one in another error's context | raised as Dagster's: CANCELED, or the run is retried |
 | StorageFullError, CredentialsError | fails at once: waiting frees no space and renews no credentials |
-| any other StorageError, OSError, LeaseLostError, HeldError | tried again in the same run, up to three times |
+| any other StorageError, OSError, LeaseLostError, HeldError, GangError | tried again in the same run, up to three times |
 | any other error | the step fails for good, with the error's one line |
 """
 
@@ -20,6 +20,7 @@ from dagster._core.errors import DagsterExecutionInterruptedError
 
 from magic_pipeline.errors import (
     CredentialsError,
+    GangError,
     HeldError,
     InputError,
     LeaseLostError,
@@ -33,7 +34,7 @@ logger = logging.getLogger("magic_pipeline.orchestration")
 
 RETRIES = 3
 _WAIT_SECONDS = (5, 20, 60)
-_TRANSIENT = (StorageError, OSError, LeaseLostError, HeldError)
+_TRANSIENT = (StorageError, OSError, LeaseLostError, HeldError, GangError)
 _LASTING = (StorageFullError, CredentialsError)
 
 

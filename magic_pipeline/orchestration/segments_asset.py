@@ -108,12 +108,12 @@ class _Gang:
             )
 
     def _walk(self, should_stop: Any) -> None:
+        from magic_pipeline.attribution.gang import walk_together
         from magic_pipeline.attribution.status import holder_of
-        from magic_pipeline.attribution.walking import walk
 
         free = [key for key in self.unreported if holder_of(self.opened, key) is None]
-        # With every query held, walk says by whom.
-        walk(self.opened, free or list(self.unreported), observe=self._observe, should_stop=should_stop)
+        # With every query held, the walk says by whom.
+        walk_together(self.opened, free or list(self.unreported), observe=self._observe, should_stop=should_stop)
 
     def _observe(self, event: Event) -> None:
         self.progress(event)

@@ -58,13 +58,13 @@ def trajectory_asset(experiment: Experiment) -> dg.AssetsDefinition:
 
 def _train(opened: "OpenExperiment", progress: RunProgress) -> "Trajectory":
     from magic_pipeline.attribution.describing import describe
-    from magic_pipeline.attribution.training import train
+    from magic_pipeline.attribution.gang import train_together
 
     since = time.monotonic()
     with deferred_interrupts() as should_stop, progress.watched():
         while True:
             try:
-                trajectory = train(opened, observe=progress, should_stop=should_stop)
+                trajectory = train_together(opened, observe=progress, should_stop=should_stop)
                 break
             except HeldError as error:
                 wait_while_held(error, since=since, should_stop=should_stop)
