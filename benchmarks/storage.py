@@ -31,7 +31,7 @@ from magic_pipeline.attribution.experiment import load_experiment
 from magic_pipeline.attribution.opening import OpenExperiment, open_experiment
 from magic_pipeline.attribution.training import train
 from magic_pipeline.attribution.walking import walk
-from magic_pipeline.checkpoints import Store
+from magic_pipeline.checkpoints import Blob, Store
 
 ROOT = Path(__file__).parent.parent
 MIB = 2**20
@@ -113,7 +113,7 @@ def compare(
     load_plain: Callable[[], object],
     repeats: int,
 ) -> None:
-    blobs = []
+    blobs: list[Blob] = []
 
     def save() -> None:
         if blobs:
