@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable
 from typing import Any
 
 import pytest
 
-from magic_pipeline.checkpoints import Store
+from magic_pipeline.checkpoints import Store, s3_sink
 
 
 def pytest_configure(config: pytest.Config) -> None:
@@ -30,6 +31,25 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 def soon_out_of_patience(monkeypatch: pytest.MonkeyPatch) -> None:
     """Storage that does not answer fails a test in seconds."""
     monkeypatch.setenv("MAGIC_STORAGE_PATIENCE_SECONDS", "20")
+
+
+_connections: dict[str, Any] = {}
+
+
+@pytest.fixture
+def connect_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """One connection to S3 for each endpoint and login: making it takes botocore longer than most tests take."""
+    connect = s3_sink._connect
+
+    def cached(options: dict[str, Any]) -> Any:
+        if "key" not in options:  # then the login is the environment's, which changes between tests
+            return connect(options)
+        name = json.dumps(options, sort_keys=True)
+        if name not in _connections:
+            _connections[name] = connect(options)
+        return _connections[name]
+
+    monkeypatch.setattr(s3_sink, "_connect", cached)
 
 
 @pytest.fixture

@@ -11,31 +11,14 @@ from typing import Any
 import pytest
 import s3fs
 
-from magic_pipeline.checkpoints import Chain, Store, s3_sink
+from magic_pipeline.checkpoints import Chain, Store
 from magic_pipeline.errors import InputError
 from tests.checkpoints.contract import FACTS, ChainContract, StoreContract, state
 from tests.checkpoints.other_process import other_process
 from tests.checkpoints.sink_contract import MIB, SharedSinkContract, content, publish
 from tests.servers.s3_server import S3Server
 
-
-@pytest.fixture(scope="module")
-def connections() -> dict[str, Any]:
-    return {}
-
-
-@pytest.fixture(autouse=True)
-def connect_once(connections: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
-    """One connection for each endpoint: making it takes botocore longer than most tests take."""
-    connect = s3_sink._connect
-
-    def cached(options: dict[str, Any]) -> Any:
-        place = options["endpoint_url"]
-        if place not in connections:
-            connections[place] = connect(options)
-        return connections[place]
-
-    monkeypatch.setattr(s3_sink, "_connect", cached)
+pytestmark = pytest.mark.usefixtures("connect_once")
 
 
 @pytest.fixture

@@ -50,7 +50,14 @@ class Delay:
     seconds: float
 
 
-Fault = Answer | Break | Delay
+@dataclass(frozen=True)
+class Outage:
+    """The request is lost, and from then on the proxy is down for this many seconds."""
+
+    seconds: float
+
+
+Fault = Answer | Break | Delay | Outage
 
 SLOW_DOWN = Answer(503, "SlowDown", "Please reduce your request rate.")
 INTERNAL_ERROR = Answer(500, "InternalError", "We encountered an internal error. Please try again.")
@@ -70,7 +77,8 @@ class Rule:
         path: found in path and query, a regular expression.
         login: found in the header Authorization, a regular expression.
         after: matching requests that pass first.
-        times: requests that are struck then; None: all of them.
+        every: of those that follow, every how manieth is struck.
+        times: so many in all; None: without an end.
         struck: how many have been.
     """
 
@@ -79,17 +87,18 @@ class Rule:
     path: str = ""
     login: str = ""
     after: int = 0
+    every: int = 1
     times: int | None = 1
     struck: int = 0
-    passed: int = 0
+    seen: int = 0
 
     def befalls(self, method: str, path: str, login: str) -> bool:
         """Counts the request if it matches, and says whether it is one to strike."""
         asked = ((self.method, method), (self.path, path), (self.login, login))
         if not all(re.search(pattern, text) for pattern, text in asked):
             return False
-        if self.passed < self.after:
-            self.passed += 1
+        self.seen += 1
+        if self.seen <= self.after or (self.seen - self.after) % self.every:
             return False
         if self.times is not None and self.struck >= self.times:
             return False
@@ -120,6 +129,7 @@ class FaultyProxy:
     exchanges: list[Exchange] = field(default_factory=list)
     port: int = 0
     _server: _Listener | None = None
+    _rising: list[threading.Thread] = field(default_factory=list)
     _lock: threading.Lock = field(default_factory=threading.Lock)
 
     @property
@@ -139,7 +149,9 @@ class FaultyProxy:
             self.rules.clear()
 
     def start(self) -> None:
-        """Listens: at a free port, and later at the same one again."""
+        """Listens, if it does not: at a free port, and later at the same one again."""
+        if self._server is not None:
+            return
         self._server = _Listener(("127.0.0.1", self.port), self)
         self.port = self._server.server_address[1]
         threading.Thread(target=self._server.serve_forever, args=(0.02,), daemon=True).start()
@@ -162,7 +174,7 @@ class FaultyProxy:
             self.start()
 
     def down_for(self, seconds: float) -> threading.Thread:
-        """Down from now on, and up again after some seconds. Join the thread before the proxy ends."""
+        """Down from now on, and up again after some seconds, in the thread given. `faulty` waits for it at its end."""
         self.stop()
 
         def rise() -> None:
@@ -170,6 +182,7 @@ class FaultyProxy:
             self.start()
 
         rising = threading.Thread(target=rise, daemon=True)
+        self._rising.append(rising)
         rising.start()
         return rising
 
@@ -191,6 +204,8 @@ def faulty(endpoint_url: str) -> Iterator[FaultyProxy]:
     try:
         yield proxy
     finally:
+        for rising in proxy._rising:
+            rising.join()
         proxy.stop()
 
 
@@ -237,6 +252,8 @@ class _Handler(BaseHTTPRequestHandler):
         proxy = cast(_Listener, self.server).proxy
         body = self._body()
         fault = proxy.fault_for(self.command, self.path, self.headers.get("Authorization", ""))
+        if isinstance(fault, Outage):
+            proxy.down_for(fault.seconds)
         reply = self._reply(proxy.upstream, body, fault)
         # Before the client can go on, so that it finds the exchange noted.
         proxy.note(Exchange(self.command, self.path, None if reply is None else reply.status, fault))
@@ -254,7 +271,7 @@ class _Handler(BaseHTTPRequestHandler):
             return _Reply(fault.status, [("Content-Type", "application/xml")], fault.body())
         if isinstance(fault, Delay):
             time.sleep(fault.seconds)
-        if fault is Break.LOSE_REQUEST:
+        if fault is Break.LOSE_REQUEST or isinstance(fault, Outage):
             return None
         reply = self._ask(upstream, body)
         content = reply.body

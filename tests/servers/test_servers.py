@@ -21,7 +21,7 @@ import pytest
 from botocore.exceptions import ClientError, ConnectionClosedError, EndpointConnectionError, ResponseStreamingError
 
 from tests.servers.children import ROOT
-from tests.servers.faulty import DENIED, QUOTA, SLOW_DOWN, Break, Delay, FaultyProxy, faulty
+from tests.servers.faulty import DENIED, QUOTA, SLOW_DOWN, Break, Delay, FaultyProxy, Outage, faulty
 from tests.servers.moto import one_at_a_time
 from tests.servers.s3_server import S3Server
 from tests.servers.seaweedfs import remove_sockets, running_seaweedfs, weed
@@ -147,7 +147,8 @@ def test_a_rule_strikes_the_requests_that_it_is_meant_for(client: Any, proxy: Fa
         else:
             statuses.append(200)
     assert statuses == [200, 200, 503, 503, 200, 200] and rule.struck == 2
-    proxy.strike(SLOW_DOWN, times=None)
+    rule = proxy.strike(SLOW_DOWN, method="GET", after=1, every=3, times=None)
+    assert [rule.befalls("GET", "/", "") for _ in range(7)] == [False, False, False, True, False, False, True]
     proxy.heal()
     client.list_buckets()
 
@@ -199,6 +200,12 @@ def test_a_proxy_that_is_down_refuses_and_breaks_off_what_was_open(client: Any, 
     rising = proxy.down_for(0.2)
     assert not answers(proxy.endpoint_url)
     rising.join()
+    client.list_buckets()
+    proxy.strike(Outage(0.3))
+    with pytest.raises(ConnectionClosedError):
+        client.list_buckets()
+    assert not answers(proxy.endpoint_url)
+    time.sleep(0.5)
     client.list_buckets()
 
 
