@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 
-from magic_pipeline.attribution import rank_parts, training, walking
+from magic_pipeline.attribution import cohort, rank_parts, training
 from magic_pipeline.attribution.observing import CheckpointSealed
 from magic_pipeline.attribution.status import query_statuses
 from magic_pipeline.attribution.training import train
@@ -40,7 +40,7 @@ def around_seal(monkeypatch: pytest.MonkeyPatch) -> Callable[[Callable[[Seal, in
                 return original(board, chain, lease, step, parts, facts)
             return around(lambda: original(board, chain, lease, step, parts, facts), step)
 
-        for module in (walking, training):
+        for module in (cohort, training):
             monkeypatch.setattr(module, "seal_together", sealing)
 
     return wrap

@@ -1,0 +1,192 @@
+"""What lies below an experiment's folder in its storage, told by names alone. No torch, no task: an experiment whose code or data is
+lost can be looked at and cleaned up all the same.
+"""
+
+from __future__ import annotations
+
+import re
+from collections import defaultdict
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
+from functools import cached_property
+from typing import Any, Literal
+
+from magic_pipeline.attribution.experiment import Experiment, recipe_content
+from magic_pipeline.attribution.layout import Layout
+from magic_pipeline.checkpoints.chain import Chain
+from magic_pipeline.checkpoints.digests import canonical_json
+from magic_pipeline.checkpoints.sinks import StoredObject
+from magic_pipeline.checkpoints.store import Store
+from magic_pipeline.errors import DamagedObjectError, MissingObjectError
+
+Role = Literal["manifest", "blob", "plan", "ledger", "queries", "description", "heartbeat", "epoch"]
+Tell = Callable[[str], None]
+
+_CHAIN = r"(trajectory|queries/[A-Za-z0-9_-]+/[0-9a-f]{32})"
+_SCORES = r"scores(/matrix)?"
+# In the order in which they may be deleted: what makes other objects count goes first, what keeps other writers away last.
+_NAMES: Mapping[Role, re.Pattern[str]] = {
+    "manifest": re.compile(
+        rf"{_CHAIN}/(manifests/\d{{8}}\.e\d{{8}}|complete\.e\d{{8}})\.json|{_SCORES}/manifests/[A-Za-z0-9_.-]+\.e\d{{8}}\.json"
+    ),
+    "blob": re.compile(rf"{_CHAIN}/blobs/e\d{{8}}-[0-9a-f]{{32}}\.pt|{_SCORES}/blobs/[0-9a-f]{{32}}\.parquet"),
+    "plan": re.compile(rf"{_CHAIN}/plans/\d{{8}}\.json"),
+    "ledger": re.compile(r"ledger/\d{20}-[0-9a-f]{8}\.json"),
+    "queries": re.compile(r"queries\.json"),
+    "description": re.compile(r"experiment\.json"),
+    "heartbeat": re.compile(r"writers/[0-9a-f]{16}\.json"),
+    "epoch": re.compile(rf"{_CHAIN}/epochs/\d{{8}}(\.released)?\.json"),
+}
+ROLES: tuple[Role, ...] = tuple(_NAMES)
+_FINGERPRINT = re.compile(r"[0-9a-f]{64}")
+_WALK = re.compile(r"queries/([^/]+)/([^/]+)/.+")
+
+
+def role_of(path: str) -> Role | None:
+    """What an object is, by its path below its training's folder; None where nothing of ours writes such a name."""
+    return next((role for role, pattern in _NAMES.items() if pattern.fullmatch(path)), None)
+
+
+@dataclass(frozen=True)
+class Walk:
+    """One query's walk in the storage, also of a query that is no longer asked."""
+
+    key: str
+    digest: str
+    chain: Chain
+
+
+@dataclass(frozen=True)
+class Training:
+    """One training fingerprint in the storage.
+
+    Attributes:
+        objects: those that are ours, as listed.
+        foreign: below its folder, but under names that nothing of ours writes.
+        current: whether it was made with the experiment file's settings.
+    """
+
+    store: Store
+    layout: Layout
+    objects: tuple[StoredObject, ...]
+    foreign: tuple[StoredObject, ...]
+    description: Mapping[str, Any] | None
+    current: bool
+
+    @property
+    def fingerprint(self) -> str:
+        return self.layout.fingerprint
+
+    @property
+    def bytes(self) -> int:
+        return sum(found.size for found in self.objects)
+
+    @property
+    def written(self) -> float:
+        """When anything was last written, in seconds since 1970 by the storage's clock."""
+        return max((found.modified for found in self.objects), default=0.0)
+
+    @cached_property
+    def trajectory(self) -> Chain:
+        return Chain(self.store, self.layout.trajectory, writers=self.layout.writers)
+
+    @cached_property
+    def walks(self) -> tuple[Walk, ...]:
+        """All that have an object, in the order of their keys."""
+        matches = (_WALK.fullmatch(self.below(found)) for found in self.objects)
+        names = sorted({(match[1], match[2]) for match in matches if match})
+        return tuple(
+            Walk(key, digest, Chain(self.store, self.layout.query(key, digest), writers=self.layout.writers))
+            for key, digest in names
+        )
+
+    @cached_property
+    def chains(self) -> tuple[Chain, ...]:
+        return (self.trajectory, *(walk.chain for walk in self.walks))
+
+    def below(self, found: StoredObject) -> str:
+        """The object's path below the training's folder."""
+        return found.path.removeprefix(f"{self.layout.root}/")
+
+    def with_role(self, *roles: Role) -> list[StoredObject]:
+        """Objects of these kinds, sorted by path."""
+        return sorted((o for o in self.objects if role_of(self.below(o)) in roles), key=lambda found: found.path)
+
+    def asked(self) -> list[tuple[str, str, str]] | None:
+        """(id, key, digest) of the queries that were asked last; None where nobody knows."""
+        try:
+            listed = self.store.read_json(self.layout.queries)["queries"]
+            return [(query["id"], query["key"], query["digest"]) for query in listed]
+        except (MissingObjectError, DamagedObjectError, KeyError, TypeError):
+            return None
+
+
+@dataclass(frozen=True)
+class Inventory:
+    """All of an experiment in its storage: its trainings, the current one first, then the latest; and what is not ours."""
+
+    store: Store
+    folder: str
+    trainings: tuple[Training, ...]
+    foreign: tuple[StoredObject, ...]
+
+
+def take_inventory(store: Store, folder: str, is_current: Callable[[str, Mapping[str, Any]], bool]) -> Inventory:
+    """Lists everything below the experiment's folder once.
+
+    Args:
+        is_current: asked with a fingerprint and its experiment.json; of several that say yes the latest counts.
+
+    Raises: StorageError.
+    """
+    by_training: dict[str, list[StoredObject]] = defaultdict(list)
+    foreign = []
+    for found in store.tree(folder):
+        name, _, rest = found.path.removeprefix(f"{folder}/").partition("/")
+        if rest and _FINGERPRINT.fullmatch(name):
+            by_training[name].append(found)
+        else:
+            foreign.append(found)
+    trainings: list[Training] = []
+    for name, objects in by_training.items():
+        layout = Layout(folder, name)
+        ours = tuple(o for o in objects if role_of(o.path.removeprefix(f"{layout.root}/")) is not None)
+        others = tuple(o for o in objects if role_of(o.path.removeprefix(f"{layout.root}/")) is None)
+        description = _description(store, layout)
+        current = description is not None and is_current(name, description)
+        trainings.append(Training(store, layout, ours, others, description, current))
+    trainings.sort(key=lambda one: (one.current, one.written), reverse=True)
+    return Inventory(store, folder, _one_current(trainings), tuple(foreign))
+
+
+def inventory_of(experiment: Experiment) -> Inventory:
+    """The experiment's inventory without opening its task: current is the latest training whose recipe is the file's.
+
+    Raises: InputError for a wrong storage; StorageError.
+    """
+    store = Store(experiment.storage_url, options=experiment.storage_options or None)
+    return take_inventory(store, experiment.storage_folder, lambda _, found: has_recipe(experiment, found))
+
+
+def has_recipe(experiment: Experiment, description: Mapping[str, Any]) -> bool:
+    """Whether a training was made from the settings that the file has now. Its data and weights are not looked at."""
+    made_from = dict(description.get("made_from", {}))
+    if isinstance(made_from.get("task"), Mapping):
+        made_from["task"] = {name: value for name, value in made_from["task"].items() if name != "version"}
+    recipes = (recipe_content(experiment, split_matters=matters) for matters in (False, True))
+    return any(
+        all(name in made_from and canonical_json(made_from[name]) == canonical_json(value) for name, value in recipe.items())
+        for recipe in recipes
+    )
+
+
+def _description(store: Store, layout: Layout) -> Mapping[str, Any] | None:
+    try:
+        return store.read_json(layout.description)
+    except (MissingObjectError, DamagedObjectError):
+        return None
+
+
+def _one_current(trainings: list[Training]) -> tuple[Training, ...]:
+    """Only the first stays current: the data or the weights of the others were other ones."""
+    return tuple(replace(one, current=one.current and number == 0) for number, one in enumerate(trainings))
