@@ -15,13 +15,15 @@ import time
 from dataclasses import dataclass, field
 
 from magic_pipeline.checkpoints.holder import Holder
+from magic_pipeline.checkpoints.patience import at_most
 from magic_pipeline.checkpoints.store import Store
-from magic_pipeline.errors import DamagedObjectError, MissingObjectError, StorageError
+from magic_pipeline.errors import DamagedObjectError, MagicError, MissingObjectError
 
 logger = logging.getLogger("magic_pipeline.checkpoints")
 
 INTERVAL = 30.0  # seconds between two signs of life
 EXPIRY = 120.0  # seconds without one after which a holder is overtaken
+TO_LET_GO = 5.0  # seconds for which a lease's end is tried again: what stays behind costs the next one EXPIRY, no more
 
 
 def interval_seconds() -> float:
@@ -55,18 +57,19 @@ class Heartbeat:
         threading.Thread(target=self._beat_on, name="magic-heartbeat", daemon=True).start()
 
     def stop(self) -> None:
-        """Beats no more, and removes the object as far as the storage can be reached."""
+        """Beats no more, and removes the object as far as the storage can be reached, soon."""
         self._ended.set()
         try:
-            self.store.delete(self.path)
-        except StorageError as error:
+            with at_most(TO_LET_GO):
+                self.store.delete(self.path)
+        except MagicError as error:
             logger.warning("%s/%s stays until gc: %s", self.store.url, self.path, error)
 
     def _beat_on(self) -> None:
         while not self._ended.wait(interval_seconds()):
             try:
                 self._beat()
-            except StorageError as error:
+            except Exception as error:  # noqa: BLE001 - a thread that ended would be the death of a process that lives
                 logger.warning("no sign of life could be given: %s", error)
 
     def _beat(self) -> None:
@@ -76,13 +79,14 @@ class Heartbeat:
             self.store.delete(self.path)  # it was stopped meanwhile
 
 
-_running: dict[tuple[int, str, str], Heartbeat] = {}  # by process (a fork is another one), storage and folder
+_running: dict[tuple[int, int, str], Heartbeat] = {}  # by process (a fork is another one), store and folder
 _lock = threading.RLock()
 
 
 def hold(store: Store, folder: str) -> Heartbeat:
     """The process's heartbeat in this folder, begun if it does not beat yet. Give it back with `let_go`."""
-    key = (os.getpid(), store.url, folder)
+    # Not by URL: one bucket's name at two endpoints is two storages. The heartbeat keeps its store, so the id stays its own.
+    key = (os.getpid(), id(store), folder)
     with _lock:
         heartbeat = _running.get(key)
         if heartbeat is None:
@@ -98,7 +102,7 @@ def let_go(heartbeat: Heartbeat) -> None:
     with _lock:
         heartbeat.leases -= 1
         if heartbeat.leases == 0:
-            _running.pop((os.getpid(), heartbeat.store.url, heartbeat.folder), None)
+            _running.pop((os.getpid(), id(heartbeat.store), heartbeat.folder), None)
             heartbeat.stop()
 
 

@@ -31,11 +31,13 @@ from magic_pipeline.checkpoints.chain import (
 from magic_pipeline.checkpoints.digests import plain
 from magic_pipeline.checkpoints.heartbeat import Heartbeat
 from magic_pipeline.checkpoints.holder import Holder, is_gone, is_stopped
+from magic_pipeline.checkpoints.patience import at_most
 from magic_pipeline.checkpoints.store import Blob
 from magic_pipeline.errors import (
     DamagedObjectError,
     HeldError,
     LeaseLostError,
+    MagicError,
     MissingObjectError,
     ObjectExistsError,
     StorageError,
@@ -153,7 +155,14 @@ class Lease:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        self.release()
+        """Releases the lease. Storage that is away meanwhile is warned about: it must not hide why the work ended."""
+        try:
+            with at_most(heartbeats.TO_LET_GO):
+                self.release()
+        except MagicError as failed:
+            logger.warning(
+                "the lease of epoch %d is not given back, and ends with this process: %s", self.epoch, failed
+            )
 
     def seal(self, step: int, parts: Mapping[str, Mapping[str, Tensor]], facts: Mapping[str, Any]) -> Checkpoint:
         """Commits a checkpoint: every part's blob, durable, then the manifest, create-only.
@@ -259,9 +268,9 @@ class Lease:
         with self._lock:
             if self._released:
                 return
-            if self._heartbeat is not None:
-                heartbeats.let_go(self._heartbeat)
-                self._heartbeat = None
+            heartbeat, self._heartbeat = self._heartbeat, None  # an interrupt here must not let go of it twice
+            if heartbeat is not None:
+                heartbeats.let_go(heartbeat)
             try:
                 self.chain.store.create_json(self.chain.released_path(self.epoch), self.holder.as_json())
             except ObjectExistsError:

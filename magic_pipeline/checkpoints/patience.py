@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import contextlib
 import logging
+import math
 import os
 import random
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextvars import ContextVar
 from dataclasses import dataclass, field
 from typing import TypeVar
 
@@ -25,6 +28,19 @@ class TransientError(Exception):
 def patience_seconds() -> float:
     """For how long an operation is tried again: MAGIC_STORAGE_PATIENCE_SECONDS, or a quarter of an hour."""
     return float(os.environ.get("MAGIC_STORAGE_PATIENCE_SECONDS", "900"))
+
+
+_limit: ContextVar[float] = ContextVar("limit of patience", default=math.inf)
+
+
+@contextlib.contextmanager
+def at_most(seconds: float) -> Iterator[None]:
+    """Within it this thread tries nothing again for longer: for what is only tidied up, while an end or an interrupt waits."""
+    token = _limit.set(min(seconds, _limit.get()))
+    try:
+        yield
+    finally:
+        _limit.reset(token)
 
 
 @dataclass(frozen=True)
@@ -51,7 +67,7 @@ class Patience:
         Raises: StorageError when the time is up, naming the object, the last reason and how long it was tried.
         """
         began: float | None = None
-        wait = self.shortest
+        seconds, wait = min(self.seconds, _limit.get()), self.shortest
         while True:
             try:
                 return call()
@@ -59,9 +75,9 @@ class Patience:
                 now = time.monotonic()
                 began = now if began is None else began
                 pause = random.uniform(wait / 2, wait)  # noqa: S311  (jitter, no secret)
-                if now + pause - began > self.seconds or self.given_up.is_set():
+                if now + pause - began > seconds or self.given_up.is_set():
                     raise StorageError(f"{what}: {error}; given up after {now - began:.0f} s of trying") from error
-                left = self.seconds - (now - began)
+                left = seconds - (now - began)
                 logger.warning("%s: %s; trying again in %.1f s, for %.0f s at most", what, error, pause, left)
                 self.given_up.wait(pause)
                 wait = min(2 * wait, self.longest)
