@@ -62,7 +62,7 @@ class SinkContract:
     atomic: ClassVar[bool] = True
     keeps_unfinished: ClassVar[bool] = True
     dates_unfinished: ClassVar[bool] = True
-    many: ClassVar[int] = 1100
+    many: ClassVar[int] = 1001
     races: ClassVar[int] = 8
 
     @pytest.fixture
