@@ -52,7 +52,11 @@ class OwnBoard:
 
 
 class StoreBoard:
-    """A board on a torch.distributed store that all processes are connected to."""
+    """A board on a torch.distributed store that all processes are connected to.
+
+    Args:
+        store: this process's connection, for this board alone: while one thread waits on a connection, no other gets through.
+    """
 
     def __init__(self, store: Store, process: int, processes: int, name: str = "board") -> None:
         self._store, self._process, self._processes, self._name = store, process, processes, name
@@ -71,7 +75,8 @@ class StoreBoard:
         return contents
 
     def channel(self, name: str) -> StoreBoard:
-        return StoreBoard(self._store, self._process, self._processes, name)
+        clone = self._store.clone()  # type: ignore[attr-defined] # its stub does not know it
+        return StoreBoard(clone, self._process, self._processes, name)
 
     def _key(self, call: int, process: int) -> str:
         return f"{self._name}/{call}/{process}"

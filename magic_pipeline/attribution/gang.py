@@ -12,6 +12,7 @@ import os
 import pickle
 import shutil
 import signal
+import socket
 import subprocess
 import sys
 import tempfile
@@ -29,16 +30,19 @@ from torch._C._distributed_c10d import TCPStore
 from magic_pipeline.attribution.experiment import Experiment
 from magic_pipeline.attribution.observing import Observe, ShouldStop, never, unobserved
 from magic_pipeline.attribution.opening import OpenExperiment, choose_device
+from magic_pipeline.attribution.status import query_statuses
 from magic_pipeline.attribution.training import train
-from magic_pipeline.attribution.trajectory import Trajectory
+from magic_pipeline.attribution.trajectory import Trajectory, sealed_trajectory
 from magic_pipeline.attribution.walking import WalkReport, walk
-from magic_pipeline.errors import GangError
+from magic_pipeline.checkpoints.lease import refuse_if_held
+from magic_pipeline.errors import GangError, HeldError, InputError, InterruptedWalkError
 
 logger = logging.getLogger("magic_pipeline.attribution")
 
 _POLL = 0.2  # seconds between two looks at who has ended
 _LAST_WORDS = 2.0  # seconds in which the cause of a failure may arrive after its first consequence
-_END = 10.0  # seconds between asking a process to end and killing it
+_END = 10.0  # seconds between asking a process to end and killing it, where it can end by itself
+_END_IN_VAIN = 1.0  # and where it most likely waits for one that has failed
 
 
 def train_together(
@@ -47,6 +51,11 @@ def train_together(
     """`train`, in as many processes as the experiment says. Raises as `train`, and GangError when a process dies."""
     if processes_of(opened.experiment) == 1:
         return train(opened, observe=observe, should_stop=should_stop)
+    # Processes take seconds to start: none are for what is finished, or is another's.
+    finished = sealed_trajectory(opened)
+    if finished is not None:
+        return finished
+    refuse_if_held(opened.trajectory_chain)
     result: Trajectory = _Gang(opened.experiment, Job("train", ()), observe, should_stop).run()
     return result
 
@@ -55,17 +64,32 @@ def walk_together(
     opened: OpenExperiment, keys: Sequence[str], *, observe: Observe = unobserved, should_stop: ShouldStop = never
 ) -> WalkReport:
     """`walk`, in as many processes as the experiment says. Raises as `walk`, and GangError when a process dies."""
-    if processes_of(opened.experiment) == 1:
+    unfinished = [query.key for query in query_statuses(opened, keys) if not query.complete]
+    if not unfinished or processes_of(opened.experiment) == 1:
         return walk(opened, keys, observe=observe, should_stop=should_stop)
+    for key in unfinished:
+        refuse_if_held(opened.query_chain(opened.query(key)))
     result: WalkReport = _Gang(opened.experiment, Job("walk", tuple(keys)), observe, should_stop).run()
     return result
 
 
 def processes_of(experiment: Experiment) -> int:
-    """How many processes the ranks run in: `processes`; auto takes the largest divisor that has a GPU, or a CPU, each."""
+    """How many processes the ranks run in: `processes`; auto takes the largest divisor that has a GPU, or a CPU, each.
+
+    Raises:
+        InputError: there are fewer GPUs than processes.
+    """
+    on_gpus = experiment.ranks > 1 and choose_device(experiment.device).type == "cuda"
     if experiment.processes != "auto":
-        return int(experiment.processes)
-    if choose_device(experiment.device).type == "cuda":
+        count = int(experiment.processes)
+        if on_gpus and count > max(1, torch.cuda.device_count()):
+            raise InputError(
+                f"{count} processes need a GPU each, and this machine has {torch.cuda.device_count()}; "
+                "take fewer, or auto: it changes no score",
+                field="processes",
+            )
+        return count
+    if on_gpus:
         most = torch.cuda.device_count()
     else:
         most = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
@@ -84,11 +108,19 @@ class Job:
 
 @dataclass
 class _Child:
+    """A process of the gang, and what it has said: `error` is when it failed (`time.monotonic()`), and of what."""
+
     process: subprocess.Popen[bytes]
     messages: Connection
     log: Path
     result: Any = None
     done: bool = False
+    error: tuple[float, BaseException] | None = None
+
+    @property
+    def is_silent(self) -> bool:
+        """Whether it has ended without a word: nothing that it said is still to be heard."""
+        return self.process.poll() is not None and not self.done and self.error is None
 
 
 @dataclass
@@ -99,7 +131,6 @@ class _Gang:
     should_stop: ShouldStop
     children: list[_Child] = field(default_factory=list)
     stopping_since: float | None = None
-    errors: list[tuple[int, BaseException]] = field(default_factory=list)
 
     def run(self) -> Any:
         """The leading process's result.
@@ -107,21 +138,23 @@ class _Gang:
         Raises: the first error of any process; GangError when one died without a word, or none of them made a step for too long.
         """
         folder = Path(tempfile.mkdtemp(prefix="magic-gang-"))
-        keep = True
+        logs_tell_nothing = False
         try:
             self._start(folder)
             self._listen()
-            keep = False
+            logs_tell_nothing = True
             return self.children[0].result
+        except (HeldError, InterruptedWalkError):
+            logs_tell_nothing = True
+            raise
         finally:
             self._end()
-            if not keep:
+            if logs_tell_nothing:
                 shutil.rmtree(folder, ignore_errors=True)
 
     def _start(self, folder: Path) -> None:
         count = processes_of(self.experiment)
-        # The board lives here, so that it outlives whichever process fails first.
-        self.board = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False, timeout=timedelta(days=30))
+        self.board = _serve_board()
         content = pickle.dumps((self.experiment, self.job))
         for number in range(count):
             reading, writing = Pipe(duplex=False)
@@ -146,27 +179,25 @@ class _Gang:
 
     def _listen(self) -> None:
         heard = time.monotonic()
-        settings = self.experiment.attribution
+        minutes = self.experiment.attribution.stall_timeout_minutes
         while not all(child.done for child in self.children):
             if self._hear(_POLL):
                 heard = time.monotonic()
             self._pass_on_stop()
-            if self.errors or self._dead():
+            if any(child.error is not None or child.is_silent for child in self.children):
                 raise self._cause()
-            if time.monotonic() - heard > 60 * settings.stall_timeout_minutes:
-                self.errors.append((0, self._stalled()))
-                raise self.errors[0][1]
+            if time.monotonic() - heard > 60 * minutes:
+                raise self._stalled()
 
     def _hear(self, seconds: float) -> bool:
         """Takes in what the processes say within so many seconds; whether there was progress."""
         progress = False
-        open_pipes = {child.messages: number for number, child in enumerate(self.children) if not child.messages.closed}
+        open_pipes = {child.messages: child for child in self.children if not child.messages.closed}
         for ready in wait(list(open_pipes), seconds):
-            number = open_pipes[ready]  # type: ignore[index]
-            progress |= self._take(number, self.children[number])
+            progress |= self._take(open_pipes[ready])  # type: ignore[index]
         return progress
 
-    def _take(self, number: int, child: _Child) -> bool:
+    def _take(self, child: _Child) -> bool:
         try:
             kind, content = child.messages.recv()
         except (EOFError, OSError, pickle.UnpicklingError):
@@ -176,11 +207,11 @@ class _Gang:
             self.observe(content)
         elif kind == "log":
             level, message = content
-            logger.log(level, "process %d: %s", number, message)
+            logger.log(level, "process %d: %s", self.children.index(child), message)
         elif kind == "result":
             child.result, child.done = content, True
         else:
-            self.errors.append((number, content))
+            child.error = content
         return bool(kind == "event")
 
     def _pass_on_stop(self) -> None:
@@ -192,28 +223,27 @@ class _Gang:
         if self.stopping_since is not None and time.monotonic() - self.stopping_since > grace:
             raise GangError(f"the processes did not stop within {grace:g} s, and are ended; what was sealed stays")
 
-    def _dead(self) -> bool:
-        return any(not child.done and child.process.poll() is not None for child in self.children)
-
     def _cause(self) -> BaseException:
-        """What went wrong first: a process that was killed says nothing, and the others complain about it."""
+        """What went wrong first: a process that was killed says nothing, and the others complain about it later."""
         until = time.monotonic() + _LAST_WORDS
-        while time.monotonic() < until and any(not child.messages.closed for child in self.children):
-            self._hear(_POLL)
-            if any(_killed(child) for child in self.children):
+        while time.monotonic() < until and not all(child.messages.closed for child in self.children):
+            if any(child.is_silent and child.messages.closed for child in self.children):
                 break
+            self._hear(_POLL)
         for number, child in enumerate(self.children):
-            if _killed(child) and number not in dict(self.errors):
-                name = signal.Signals(-child.process.returncode).name
-                return GangError(
-                    f"process {number} of the gang was ended by {name}; a rerun goes on from what is sealed"
-                )
-        if self.errors:
-            return self.errors[0][1]
-        number, child = next((n, c) for n, c in enumerate(self.children) if not c.done and c.process.poll() is not None)
-        return GangError(
-            f"process {number} of the gang ended with {child.process.returncode} and no word; its log: {child.log}"
-        )
+            if child.is_silent:
+                return self._without_a_word(number, child)
+        _, first = min((child.error for child in self.children if child.error is not None), key=lambda error: error[0])
+        return first
+
+    def _without_a_word(self, number: int, child: _Child) -> BaseException:
+        code = child.process.returncode
+        if self.stopping_since is not None and code == -signal.SIGTERM:
+            return InterruptedWalkError("stopped before it began, as asked")
+        if code < 0:
+            name = signal.Signals(-code).name
+            return GangError(f"process {number} of the gang was ended by {name}; a rerun goes on from what is sealed")
+        return GangError(f"process {number} of the gang ended with {code} and no word; its log: {child.log}")
 
     def _stalled(self) -> GangError:
         for child in self.children:
@@ -225,22 +255,42 @@ class _Gang:
         )
 
     def _end(self) -> None:
-        """No child is left when this returns."""
+        """No child is left when this returns, nor what its task has started in its session."""
+        failed = any(child.error is not None or child.is_silent for child in self.children)
         for child in self.children:
             if not child.done:
                 self._signal(child, signal.SIGTERM)
-        until = time.monotonic() + (_END if not self.errors else 1.0)
+        until = time.monotonic() + (_END_IN_VAIN if failed else _END)
+        while time.monotonic() < until and any(child.process.poll() is None for child in self.children):
+            self._overhear()
         for child in self.children:
-            with contextlib.suppress(subprocess.TimeoutExpired):
-                child.process.wait(max(0.0, until - time.monotonic()))
-            self._signal(child, signal.SIGKILL)
+            with contextlib.suppress(ProcessLookupError, PermissionError):
+                os.killpg(child.process.pid, signal.SIGKILL)
             child.process.wait()
             child.messages.close()
+
+    def _overhear(self) -> None:
+        """Empties the pipes, so that no process waits to be heard while it seals what it has."""
+        for ready in wait([child.messages for child in self.children if not child.messages.closed], _POLL):
+            try:
+                ready.recv_bytes()  # type: ignore[union-attr]
+            except (EOFError, OSError):
+                ready.close()  # type: ignore[union-attr]
 
     def _signal(self, child: _Child, number: int) -> None:
         if child.process.poll() is None:
             child.process.send_signal(number)
 
 
-def _killed(child: _Child) -> bool:
-    return (child.process.poll() or 0) < 0
+def _serve_board() -> TCPStore:
+    """The board's server, for this machine alone. It lives here, so that it outlives whichever process fails first."""
+    listening = socket.create_server(("127.0.0.1", 0), backlog=128)
+    port = listening.getsockname()[1]
+    return TCPStore(
+        "127.0.0.1",
+        port,
+        is_master=True,
+        wait_for_workers=False,
+        timeout=timedelta(days=30),
+        master_listen_fd=listening.detach(),
+    )

@@ -115,6 +115,7 @@ class _Training:
             for stop in (boundary for boundary in self.boundaries if boundary > state.step):
                 if self.opened.board.leads:
                     record_training(self.opened.store, self.opened.layout, state.step, stop)
+                self._meet()
                 state = self._segment(state, stop, resumed_from)
                 self._seal(state)
             self._note(self.background.wait())
@@ -184,8 +185,12 @@ class _Training:
             self.background.start(work)
         else:
             self._note([work()])
+        self._meet()
+
+    def _meet(self) -> None:
+        """Here all processes are done with their disks: no collective waits for that."""
         if self.opened.ranks.gang.processes > 1:
-            self.opened.board.collect(None)  # no collective waits for another process's disk
+            self.opened.board.collect(None)
 
     def _note(self, sealed: Sequence[CheckpointSealed]) -> None:
         for event in sealed:

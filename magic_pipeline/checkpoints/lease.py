@@ -97,6 +97,14 @@ def live_holder(chain: Chain) -> dict[str, object] | None:
     return None if holder is None or is_gone(holder) else holder.as_json()
 
 
+def refuse_if_held(chain: Chain) -> None:
+    """Nothing where the lease could be taken, found out as `take` does. Raises HeldError."""
+    epoch = chain.highest_epoch()
+    current = _holder(chain, epoch, Holder.this_process())
+    if current is not None:
+        _refuse_if_alive(chain, epoch, current)
+
+
 def _holder(chain: Chain, epoch: int, asking: Holder) -> Holder | None:
     """Whom the epoch names; None where it is free to take: released, damaged, or held by the process that asks."""
     if epoch == 0 or chain.store.exists(chain.released_path(epoch)):

@@ -23,7 +23,8 @@ _SIGNALS = (signal.SIGTERM, signal.SIGINT)
 @contextmanager
 def deferred_interrupts() -> Iterator[Callable[[], bool]]:
     """Within, SIGTERM and SIGINT do nothing but make the yielded function return True. At the end the former handlers
-    are back and a signal that came is raised as DagsterExecutionInterruptedError.
+    are back and a signal that came is raised as DagsterExecutionInterruptedError, in place of any error that the work ended
+    with meanwhile: who was told to stop must not be set to try again.
 
     Outside the main thread, where Python delivers no signals, the function always returns False.
     """
@@ -38,8 +39,10 @@ def deferred_interrupts() -> Iterator[Callable[[], bool]]:
     former = {number: signal.signal(number, note) for number in _SIGNALS}
     try:
         yield lambda: bool(received)
-    except InterruptedWalkError as stopped:
-        raise DagsterExecutionInterruptedError from stopped
+    except Exception as error:
+        if received or isinstance(error, InterruptedWalkError):
+            raise DagsterExecutionInterruptedError from error
+        raise
     finally:
         for number, handler in former.items():
             # None: the former handler was not installed from Python and cannot be put back.
