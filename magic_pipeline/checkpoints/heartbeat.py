@@ -15,9 +15,9 @@ import time
 from dataclasses import dataclass, field
 
 from magic_pipeline.checkpoints.holder import Holder
-from magic_pipeline.checkpoints.patience import at_most
+from magic_pipeline.checkpoints.patience import at_most, seconds_from_environment
 from magic_pipeline.checkpoints.store import Store
-from magic_pipeline.errors import DamagedObjectError, MagicError, MissingObjectError
+from magic_pipeline.errors import DamagedObjectError, InputError, MagicError, MissingObjectError
 
 logger = logging.getLogger("magic_pipeline.checkpoints")
 
@@ -27,13 +27,22 @@ TO_LET_GO = 5.0  # seconds for which a lease's end is tried again: what stays be
 
 
 def interval_seconds() -> float:
-    """INTERVAL, or what MAGIC_HEARTBEAT_SECONDS says."""
-    return float(os.environ.get("MAGIC_HEARTBEAT_SECONDS", INTERVAL))
+    """INTERVAL, or what MAGIC_HEARTBEAT_SECONDS says. Raises InputError."""
+    return seconds_from_environment("MAGIC_HEARTBEAT_SECONDS", INTERVAL)
 
 
 def expiry_seconds() -> float:
-    """EXPIRY, or what MAGIC_EXPIRY_SECONDS says. The same for all who share a storage."""
-    return float(os.environ.get("MAGIC_EXPIRY_SECONDS", EXPIRY))
+    """EXPIRY, or what MAGIC_EXPIRY_SECONDS says. The same for all who share a storage.
+
+    Raises: InputError, also when it leaves no room for two signs of life: then the living would be overtaken.
+    """
+    expiry, interval = seconds_from_environment("MAGIC_EXPIRY_SECONDS", EXPIRY), interval_seconds()
+    if expiry < 2 * interval or interval == 0:
+        raise InputError(
+            f"expected at least twice MAGIC_HEARTBEAT_SECONDS ({interval:g}, which is not to be 0), found {expiry:g}",
+            field="MAGIC_EXPIRY_SECONDS",
+        )
+    return expiry
 
 
 @dataclass
@@ -52,7 +61,8 @@ class Heartbeat:
         return _path(self.folder, self.process)
 
     def start(self) -> None:
-        """The first beat is durable when this returns. Raises StorageError."""
+        """The first beat is durable when this returns. Raises StorageError; InputError when the times make no sense."""
+        expiry_seconds()
         self._beat()
         threading.Thread(target=self._beat_on, name="magic-heartbeat", daemon=True).start()
 

@@ -14,7 +14,7 @@ from contextvars import ContextVar
 from dataclasses import dataclass, field
 from typing import TypeVar
 
-from magic_pipeline.errors import StorageError
+from magic_pipeline.errors import InputError, StorageError
 
 logger = logging.getLogger("magic_pipeline.checkpoints")
 
@@ -25,9 +25,21 @@ class TransientError(Exception):
     """Trying again may help. Never leaves this room: `Patience.outlast` gives up with a StorageError."""
 
 
+def seconds_from_environment(name: str, default: float) -> float:
+    """The variable's value. Raises InputError, naming it, when it is no number of seconds from 0 up."""
+    text = os.environ.get(name, "").strip()
+    try:
+        seconds = float(text) if text else default
+    except ValueError:
+        seconds = math.nan
+    if not 0 <= seconds < math.inf:
+        raise InputError(f"expected a number of seconds, found {text!r}", field=name)
+    return seconds
+
+
 def patience_seconds() -> float:
     """For how long an operation is tried again: MAGIC_STORAGE_PATIENCE_SECONDS, or a quarter of an hour."""
-    return float(os.environ.get("MAGIC_STORAGE_PATIENCE_SECONDS", "900"))
+    return seconds_from_environment("MAGIC_STORAGE_PATIENCE_SECONDS", 900)
 
 
 _limit: ContextVar[float] = ContextVar("limit of patience", default=math.inf)

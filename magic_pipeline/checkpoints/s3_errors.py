@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import ssl
 from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING, Any
 
@@ -38,7 +39,16 @@ _REFUSED = frozenset(
         "UnauthorizedAccess",
     ]
 )
-_FULL = frozenset(["QuotaExceeded", "QuotaExceededException", "XMinioStorageFull", "InsufficientStorage", "507"])
+_FULL = frozenset(
+    [
+        "QuotaExceeded",
+        "QuotaExceededException",
+        "XMinioAdminBucketQuotaExceeded",  # a 400
+        "XMinioStorageFull",
+        "InsufficientStorage",
+        "507",
+    ]
+)
 # 409 is the answer to one of two writers that create the same object at once; asked again, it is told who won.
 _AWAY = frozenset(
     [
@@ -55,6 +65,11 @@ _AWAY = frozenset(
         "TooManyRequests",
         "RequestLimitExceeded",
         "BandwidthLimitExceeded",
+        # What arrived is not what was sent, and the server noticed: sent again, it will be.
+        "BadDigest",
+        "IncompleteBody",
+        "XAmzContentChecksumMismatch",
+        "XAmzContentSHA256Mismatch",
     ]
 )
 # By name, for aiobotocore, aiohttp and urllib3 each bring their own: all of them mean that no whole answer came.
@@ -184,6 +199,11 @@ def _unanswered(error: Exception, reason: str, name: str) -> Exception:
         return CredentialsError(
             f"{name}: no credentials were found; set AWS_PROFILE, or AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY"
         )
+    distrust = _distrust(error)
+    if distrust:
+        return StorageError(
+            f"{name}: {reason}: the server's certificate is not trusted: {distrust}; AWS_CA_BUNDLE can name another authority"
+        )
     if _is_any(error, _NO_ANSWER) or _is_away(error):
         return TransientError(f"no answer: {reason}")
     return StorageError(f"{name}: {reason}: {_message(error)}")
@@ -196,6 +216,17 @@ def _is_expired(error: BaseException) -> bool:
 def _is_away(error: BaseException) -> bool:
     away = (errno.ECONNREFUSED, errno.ECONNRESET, errno.EPIPE, errno.ETIMEDOUT, errno.EHOSTUNREACH, errno.ENETUNREACH)
     return any(isinstance(link, OSError) and link.errno in away for link in _chain(error))
+
+
+def _distrust(error: BaseException) -> str:
+    """Why the server's certificate was refused, which no waiting mends; "" when it was not."""
+    link: BaseException | None = error
+    while link is not None:
+        # aiohttp's error is of ssl's class without its words, which are below it, and botocore's knows it by context only.
+        if isinstance(link, ssl.SSLCertVerificationError) and getattr(link, "verify_message", ""):
+            return link.verify_message
+        link = link.__cause__ or link.__context__
+    return ""
 
 
 def _is_any(error: BaseException, names: frozenset[str]) -> bool:
@@ -212,7 +243,8 @@ def _status(error: BaseException) -> int:
 
 
 def _message(error: BaseException) -> str:
-    return next((str(r.get("Error", {}).get("Message", "")) for r in _responses(error)), str(error))
+    told = next((str(r.get("Error", {}).get("Message", "")) for r in _responses(error)), str(error))
+    return " ".join(told.split())  # one line
 
 
 def _responses(error: BaseException) -> Iterator[dict[str, Any]]:

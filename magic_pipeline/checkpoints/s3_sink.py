@@ -11,6 +11,7 @@ import dataclasses
 import functools
 import logging
 import os
+import re
 import secrets
 import sys
 import tempfile
@@ -49,6 +50,8 @@ _OPTIONS = frozenset(
         "s3_additional_kwargs",
     ]
 )
+# A name, or the ARN of an access point.
+_BUCKET = re.compile(r"[A-Za-z0-9._-]{1,255}|arn:[^/]+")
 
 
 class S3Sink:
@@ -79,8 +82,9 @@ class S3Sink:
                 f"S3 has no option {', '.join(unknown)}; known are {', '.join(sorted(_OPTIONS))}",
                 field="storage_options",
             )
-        if not self._bucket or any(c in location for c in "?#*"):
+        if not _BUCKET.fullmatch(self._bucket) or any(c in location for c in "?#*"):
             raise InputError(f"expected s3://bucket/prefix, found s3://{location}", field="storage")
+        _check_endpoint(options)
         self._options = dict(options)
         self._patience = patience or Patience()
         self._connected: tuple[int, s3fs.S3FileSystem] | None = None
@@ -101,6 +105,10 @@ class S3Sink:
             upload.finish()
         except BaseException as error:
             upload.abort()
+            if isinstance(error, UnsupportedError) and exclusive and self._conditional:
+                logger.info("%s: %s", self.url, error)
+                self._conditional = False
+                return self.publish(path, write, exclusive=True, size=size)
             reason = surfaced(error, handled, f"{self.url}/{path}", upload.written, size)
             if reason is error:
                 raise
@@ -173,12 +181,10 @@ class S3Sink:
 
         try:
             create()
-            try:
+            if self._conditional:
                 create()
-            except ObjectExistsError:
-                return True
-        except UnsupportedError as error:
-            logger.info("%s: %s", self.url, error)
+        except ObjectExistsError:
+            return True
         finally:
             self.delete(path)
         self._conditional = False
@@ -271,6 +277,20 @@ class S3Sink:
         same: dict[str, Any] = {} if tag is None else {"IfMatch": tag}
         part = f"bytes={first}-{last}"
         return self.call("get_object", path, Key=self.key(path), Range=part, patience=patience, **same)
+
+
+def _check_endpoint(options: Mapping[str, Any]) -> None:
+    """Raises InputError for an endpoint that no request can go to: otherwise it would be waited for, as if it were away."""
+    names = {"storage_options.endpoint_url": options.get("endpoint_url")}
+    if not options.get("endpoint_url"):
+        names = {name: os.environ.get(name) for name in ("AWS_ENDPOINT_URL", "AWS_ENDPOINT_URL_S3")}
+    for name, endpoint in names.items():
+        if not endpoint:
+            continue
+        if "@" in str(endpoint):
+            raise InputError("found a login in it; key and secret belong in a profile or the environment", field=name)
+        if not re.fullmatch(r"https?://[^/?#\s]+(/[^?#\s]*)?", str(endpoint)):
+            raise InputError(f"expected http://host:port or https://host:port, found {endpoint!r}", field=name)
 
 
 def _connect(options: Mapping[str, Any]) -> s3fs.S3FileSystem:
