@@ -8,7 +8,7 @@ from typing import Literal
 
 from magic_pipeline.checkpoints.chain import Chain, Checkpoint, ForeignError, epoch_in_name
 from magic_pipeline.checkpoints.holder import Holder
-from magic_pipeline.errors import StorageError
+from magic_pipeline.errors import DamagedObjectError, MissingObjectError
 
 Kind = Literal["damaged", "orphaned", "foreign-schema"]
 
@@ -34,7 +34,7 @@ def audit(chain: Chain) -> list[Finding]:
 
     A writer at work may show as one orphan (a blob whose manifest is about to be sealed): its detail says so.
 
-    Raises: StorageError when a folder cannot be listed.
+    Raises: StorageError when the storage cannot be read or listed: that says nothing about what is in it.
     """
     named: set[str] = set()
     opaque: set[int] = set()
@@ -46,7 +46,7 @@ def audit(chain: Chain) -> list[Finding]:
         except ForeignError as error:
             opaque.add(name.epoch)
             findings.append(Finding(path, "foreign-schema", str(error)))
-        except StorageError as error:
+        except (MissingObjectError, DamagedObjectError) as error:
             findings.append(Finding(path, "damaged", str(error)))
         else:
             named.update(blob.name for blob in checkpoint.blobs.values())
@@ -61,7 +61,7 @@ def _epochs(chain: Chain) -> Iterator[Finding]:
         path = chain.epoch_path(epoch)
         try:
             Holder.from_json(chain.store.read_json(path))
-        except (StorageError, KeyError, TypeError) as error:
+        except (MissingObjectError, DamagedObjectError, KeyError, TypeError) as error:
             yield Finding(path, "damaged", str(error))
 
 
@@ -69,7 +69,7 @@ def _blobs(chain: Chain, checkpoint: Checkpoint) -> Iterator[Finding]:
     for part, blob in checkpoint.blobs.items():
         try:
             chain.store.verify_blob(chain.blobs, blob)
-        except StorageError as error:
+        except (MissingObjectError, DamagedObjectError) as error:
             yield Finding(f"{chain.blobs}/{blob.name}", "damaged", f"{error} (part {part} of {checkpoint.path})")
 
 
@@ -92,7 +92,7 @@ def _named_now(chain: Chain) -> set[str]:
     for name in [*chain.sealed(), *chain.completions()]:
         try:
             names.update(blob.name for blob in chain.manifest(name).blobs.values())
-        except (StorageError, ForeignError):
+        except (MissingObjectError, DamagedObjectError, ForeignError):
             continue
     return names
 

@@ -7,6 +7,8 @@ tries. A backend that shows half an object after a crash costs that object, no m
 
 from __future__ import annotations
 
+import functools
+import logging
 import secrets
 import sys
 import tempfile
@@ -22,6 +24,8 @@ from magic_pipeline.errors import InputError, MissingObjectError, ObjectExistsEr
 
 if TYPE_CHECKING:
     from fsspec import AbstractFileSystem
+
+logger = logging.getLogger("magic_pipeline.checkpoints")
 
 
 def open_fsspec(protocol: str, location: str, options: Mapping[str, Any]) -> FsspecSink:
@@ -131,10 +135,14 @@ class FsspecSink:
         try:
             with tempfile.NamedTemporaryFile(prefix="magic-") as spool:
                 self._put(spool.name, path, exclusive=True)
+                again = functools.partial(self._files.put_file, spool.name, self._at(path), mode="create")
                 try:
-                    self._files.put_file(spool.name, self._at(path), mode="create")
-                except (FileExistsError, OSError):
+                    self._call("write", path, again)
+                except ObjectExistsError:
                     return True
+                except StorageError as error:
+                    # It failed, but not for the reason that a second writer would be told.
+                    logger.info("%s: %s", self.url, error)
             return False
         finally:
             self.delete(path)

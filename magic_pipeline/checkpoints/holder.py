@@ -10,6 +10,9 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
+# The kernel's first one, whose number is fixed; "" where there are none.
+_OUTSIDE_CONTAINERS = ("pid:[4026531836]", "")
+
 
 @dataclass(frozen=True)
 class Holder:
@@ -68,14 +71,15 @@ def is_gone(holder: Holder) -> bool | None:
     another time, or when it is a zombie that nobody has reaped. On the same machine after a reboot: gone.
     """
     here = Holder.this_process()
-    if holder.host != here.host or holder.machine != here.machine:
+    if holder.host != here.host or holder.machine != here.machine or holder.pid_namespace != here.pid_namespace:
         return None
     if holder.boot_id != here.boot_id:
-        # Two machines may share a name; only with a machine id is it certain that this one was rebooted.
-        return True if here.machine and holder.boot_id and here.boot_id else None
-    if holder.pid_namespace != here.pid_namespace:
-        return None
-    return _started(holder.pid) != holder.started
+        # Two machines may share a name, and two containers of one image name and machine id; only outside of containers
+        # and with a machine id is it certain that this machine was rebooted.
+        outside = here.pid_namespace in _OUTSIDE_CONTAINERS
+        return True if outside and here.machine and holder.boot_id and here.boot_id else None
+    started = _started(holder.pid)
+    return None if started is None and _is_hidden(holder.pid) else started != holder.started
 
 
 def is_stopped(holder: Holder) -> bool:
@@ -87,6 +91,19 @@ def is_stopped(holder: Holder) -> bool:
     except OSError:
         return False
     return text.rpartition(")")[2].split()[0] in ("T", "t")
+
+
+def _is_hidden(pid: int) -> bool:
+    """Whether there is a process of another user that this one may not look at (/proc mounted with hidepid)."""
+    if os.access(f"/proc/{pid}/stat", os.R_OK):
+        return False
+    try:
+        os.kill(pid, 0)
+    except PermissionError:
+        return True
+    except (ProcessLookupError, OverflowError):
+        pass
+    return False
 
 
 def _started(pid: int) -> str | None:

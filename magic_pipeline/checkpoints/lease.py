@@ -247,17 +247,22 @@ class Lease:
     def sweep(self) -> None:
         """Removes what killed writers of own and older epochs left: unnamed blobs, unfinished publications.
 
-        A manifest of a schema that this program cannot read keeps all blobs of its epoch. Safe to repeat and to be
-        killed in.
+        A manifest that cannot be read keeps all blobs of its epoch: another schema's for good, and one that is found
+        damaged because the reading itself may have been (a bit that flipped on the way, a disk that answers EIO). Safe
+        to repeat and to be killed in.
 
         Raises: LeaseLostError, StorageError.
         """
         with self._lock:
             self.check()
             store, chain = self.chain.store, self.chain
-            blobs = {name: self._blobs(name) for name in [*chain.sealed(), *chain.completions()]}
-            named = {blob.name for found in blobs.values() if found is not None for blob in found}
-            opaque = {name.epoch for name, found in blobs.items() if found is None}
+            named, opaque = set[str](), set[int]()
+            for name in [*chain.sealed(), *chain.completions()]:
+                try:
+                    named.update(blob.name for blob in chain.manifest(name).blobs.values())
+                except UNUSABLE as error:
+                    logger.warning("%s/%s: blobs of its epoch stay: %s", store.url, chain.path(name), error)
+                    opaque.add(name.epoch)
             for blob in store.list(chain.blobs):
                 if blob not in named and self._is_ours_to_remove(blob) and epoch_in_name(blob) not in opaque:
                     self.check()

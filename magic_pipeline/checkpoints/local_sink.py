@@ -73,12 +73,12 @@ class LocalSink:
         target = self.root / path
         try:
             os.unlink(target)
+            # Deletions are ordered (a manifest before its blobs), and only fsync keeps that order through a power cut.
+            _sync_folder(target.parent)
         except (FileNotFoundError, NotADirectoryError):
-            return
+            return  # it, or with it the folder, is gone already
         except OSError as error:
             raise StorageError(f"{target}: could not be deleted: {error.strerror}") from error
-        # Deletions are ordered (a manifest before its blobs), and only fsync keeps that order through a power cut.
-        _sync_folder(target.parent)
 
     def tree(self, folder: str) -> Iterator[StoredObject]:
         return (found for found in self._files(folder) if not _in_hidden(found.path))
@@ -105,13 +105,19 @@ class LocalSink:
         return True  # a file system without hard links refuses to publish at all
 
     def _files(self, folder: str) -> Iterator[StoredObject]:
-        for above, _, names in os.walk(self.root / folder):
+        def failed(error: OSError) -> None:
+            if not isinstance(error, FileNotFoundError | NotADirectoryError):
+                raise StorageError(f"{error.filename}: could not be listed: {error.strerror}") from error
+
+        for above, _, names in os.walk(self.root / folder, onerror=failed):
             for name in names:
                 path = Path(above, name)
                 try:
                     found = path.stat()
                 except FileNotFoundError:
                     continue  # removed while it was looked for
+                except OSError as error:
+                    raise StorageError(f"{path}: could not be looked at: {error.strerror}") from error
                 yield StoredObject(path.relative_to(self.root).as_posix(), found.st_size, found.st_mtime)
 
     def _names(self, folder: str) -> Names:
