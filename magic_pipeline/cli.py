@@ -1,4 +1,4 @@
-"""The command line: `magic-pipeline run|plan|status|export|verify|list|ui`, a thin edge over the rooms below.
+"""The command line: `magic-pipeline run|plan|status|export|verify|gc|delete|list|ui`, a thin edge over the rooms below.
 
 Exit codes: 0 done; 2 the input is wrong (one line on stderr); 1 anything else. What a script reads goes to stdout,
 all else to stderr.
@@ -21,8 +21,11 @@ from magic_pipeline.attribution.experiment import Experiment, load_experiments
 from magic_pipeline.errors import HeldError, InputError, MagicError
 
 if TYPE_CHECKING:
+    from magic_pipeline.attribution.collecting import Collection
+    from magic_pipeline.attribution.deleting import Deletion
     from magic_pipeline.attribution.opening import OpenExperiment
     from magic_pipeline.attribution.status import StoredExperiment
+    from magic_pipeline.attribution.verifying import Verification
     from magic_pipeline.orchestration.running import Outcome
 
 DONE, FAILED, WRONG_INPUT = 0, 1, 2
@@ -222,19 +225,71 @@ def _export_picture(opened: OpenExperiment, output: Path, options: argparse.Name
 
 
 def verify(options: argparse.Namespace) -> int:
-    """Read everything of this training back and check every digest; exit code 1 where something is damaged."""
-    from magic_pipeline.attribution.opening import open_experiment
-    from magic_pipeline.attribution.verifying import verify_experiment
+    """Read everything that is stored back and check every digest; exit code 1 where something is damaged or foreign."""
+    from magic_pipeline.attribution.verifying import verify_stored
 
-    found = verify_experiment(open_experiment(_experiment(options.experiment)))
-    if options.json:
-        _print_json(asdict(found))
-    else:
-        for finding in found.findings:
-            print(f"{finding.object}\n  {finding.problem}\n  {finding.consequence}")
-        print(f"{found.checked} objects of {found.bytes} bytes checked, {len(found.findings)} findings")
+    experiment = _stored_experiment(options.experiment)
+    found = verify_stored(experiment, tell=_tell)
+    _print_found(experiment, found, options.json)
     # What a killed writer left over is no damage: nothing reads it.
-    return FAILED if any(not finding.problem.startswith("orphaned") for finding in found.findings) else DONE
+    return FAILED if any(finding.kind != "orphaned" for finding in found.findings) else DONE
+
+
+def gc(options: argparse.Namespace) -> int:
+    """Say what nobody needs any more in the storage, and with --yes free it."""
+    from magic_pipeline.attribution.collecting import collect
+
+    experiment = _stored_experiment(options.experiment)
+    found = collect(
+        experiment,
+        free=options.yes,
+        older_than=options.older_than * 3600,
+        trajectories=options.trajectory,
+        tell=_tell,
+    )
+    _print_found(experiment, found, options.json)
+    return DONE
+
+
+def delete(options: argparse.Namespace) -> int:
+    """Say what the experiment has in its storage, and with --yes remove it."""
+    from magic_pipeline.attribution import deleting
+
+    experiment = _stored_experiment(options.experiment)
+    _refuse_shared_folder(options.experiment, experiment)
+    found = deleting.delete(experiment, fingerprint=options.fingerprint, really=options.yes, tell=_tell)
+    _print_found(experiment, found, options.json)
+    return DONE
+
+
+def _print_found(experiment: Experiment, found: Verification | Collection | Deletion, as_json: bool) -> None:
+    if as_json:
+        _print_json({"experiment": experiment.name, **found.as_dict()})
+    else:
+        print("\n".join(found.lines()))
+
+
+def _tell(line: str) -> None:
+    """Progress, for a person who waits."""
+    if sys.stderr.isatty():
+        print(line, file=sys.stderr)
+
+
+def _stored_experiment(path: Path) -> Experiment:
+    """The experiment as far as its storage is concerned: its task, its data and its settings may be wrong or gone."""
+    from magic_pipeline.attribution.inventory import storage_of
+
+    try:
+        return _experiment(path)
+    except InputError as error:
+        return storage_of(path, error)
+
+
+def _refuse_shared_folder(path: Path, experiment: Experiment) -> None:
+    place = (experiment.storage_url, experiment.storage_folder)
+    for other, found in load_experiments(path.parent).items():
+        if other != path and isinstance(found, Experiment) and (found.storage_url, found.storage_folder) == place:
+            raise InputError(f"{other} keeps its results in the same folder of the storage", file=path, field="name")
 
 
 def list_experiments(options: argparse.Namespace) -> int:
@@ -319,6 +374,16 @@ class _Parser(argparse.ArgumentParser):
         self.exit(WRONG_INPUT, f"{self.prog}: {message}; see {self.prog} --help\n")
 
 
+def _hours(text: str) -> float:
+    try:
+        hours = float(text)
+    except ValueError:
+        hours = -1.0
+    if not 0 <= hours < float("inf"):
+        raise argparse.ArgumentTypeError(f"expected a number of hours, 0 or more, found {text!r}")
+    return hours
+
+
 def _parser() -> argparse.ArgumentParser:
     parser = _Parser(prog="magic-pipeline", description="Which training examples made the model do this?")
     parser.add_argument("--debug", action="store_true", help="show tracebacks")
@@ -343,6 +408,17 @@ def _parser() -> argparse.ArgumentParser:
     exporting.add_argument("--format", choices=("parquet", "csv", "npz", "png"), default="parquet")
     exporting.add_argument("--output", type=Path, metavar="FILE", help="default: NAME_scores.FORMAT")
     add("verify", verify)
+    collecting = add("gc", gc)
+    collecting.add_argument("--yes", action="store_true", help="free it; without, it is only listed")
+    collecting.add_argument(
+        "--older-than", type=_hours, default=24.0, metavar="HOURS", help="what nothing names is left alone so long (24)"
+    )
+    collecting.add_argument(
+        "--trajectory", action="store_true", help="also the sealed states of trajectories whose queries are all walked"
+    )
+    deletion = add("delete", delete)
+    deletion.add_argument("--yes", action="store_true", help="remove it; without, it is only listed")
+    deletion.add_argument("--fingerprint", metavar="PREFIX", help="only the training whose fingerprint begins so")
     folder = os.environ.get("MAGIC_PIPELINE_EXPERIMENTS") or "experiments"
     listing = add("list", list_experiments, experiment=False)
     listing.add_argument("folder", type=Path, nargs="?", default=Path(folder), metavar="FOLDER")

@@ -6,18 +6,22 @@ from __future__ import annotations
 
 import re
 from collections import defaultdict
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, replace
+from datetime import UTC, datetime
 from functools import cached_property
+from pathlib import Path
 from typing import Any, Literal
 
-from magic_pipeline.attribution.experiment import Experiment, recipe_content
+from magic_pipeline.attribution.experiment import Experiment, parse_experiment, recipe_content
 from magic_pipeline.attribution.layout import Layout
+from magic_pipeline.attribution.located_yaml import read_yaml
 from magic_pipeline.checkpoints.chain import Chain
 from magic_pipeline.checkpoints.digests import canonical_json
+from magic_pipeline.checkpoints.holder import Holder
 from magic_pipeline.checkpoints.sinks import StoredObject
 from magic_pipeline.checkpoints.store import Store
-from magic_pipeline.errors import DamagedObjectError, MissingObjectError
+from magic_pipeline.errors import DamagedObjectError, InputError, MissingObjectError
 
 Role = Literal["manifest", "blob", "plan", "ledger", "queries", "description", "heartbeat", "epoch"]
 Tell = Callable[[str], None]
@@ -38,8 +42,9 @@ _NAMES: Mapping[Role, re.Pattern[str]] = {
     "epoch": re.compile(rf"{_CHAIN}/epochs/\d{{8}}(\.released)?\.json"),
 }
 ROLES: tuple[Role, ...] = tuple(_NAMES)
+_OF_STORAGE = ("name", "storage", "storage_name", "storage_options")
 _FINGERPRINT = re.compile(r"[0-9a-f]{64}")
-_WALK = re.compile(r"queries/([^/]+)/([^/]+)/.+")
+_IN_CHAIN = re.compile(rf"{_CHAIN}/")
 
 
 def role_of(path: str) -> Role | None:
@@ -54,6 +59,19 @@ class Walk:
     key: str
     digest: str
     chain: Chain
+
+
+@dataclass(frozen=True)
+class InUse:
+    """A chain that a process holds; `who` describes it for people."""
+
+    folder: str
+    holder: Mapping[str, object]
+    who: str
+
+    @classmethod
+    def by(cls, holder: Holder, chain: Chain) -> InUse:
+        return cls(chain.folder, holder.as_json(), str(holder))
 
 
 @dataclass(frozen=True)
@@ -93,8 +111,8 @@ class Training:
     @cached_property
     def walks(self) -> tuple[Walk, ...]:
         """All that have an object, in the order of their keys."""
-        matches = (_WALK.fullmatch(self.below(found)) for found in self.objects)
-        names = sorted({(match[1], match[2]) for match in matches if match})
+        folders = {self.chain_folder(found.path) for found in self.objects} - {None, self.layout.trajectory}
+        names = sorted(str(folder).split("/")[-2:] for folder in folders)
         return tuple(
             Walk(key, digest, Chain(self.store, self.layout.query(key, digest), writers=self.layout.writers))
             for key, digest in names
@@ -107,6 +125,15 @@ class Training:
     def below(self, found: StoredObject) -> str:
         """The object's path below the training's folder."""
         return found.path.removeprefix(f"{self.layout.root}/")
+
+    def chain_folder(self, path: str) -> str | None:
+        """The folder of the chain that an object (by its whole path) lies in; None for what is in no chain."""
+        match = _IN_CHAIN.match(path.removeprefix(f"{self.layout.root}/"))
+        return None if match is None else f"{self.layout.root}/{match[1]}"
+
+    def listed_again(self) -> Training:
+        """With the objects that are there now."""
+        return _sorted_out(self, self.store.tree(self.layout.root))
 
     def with_role(self, *roles: Role) -> list[StoredObject]:
         """Objects of these kinds, sorted by path."""
@@ -150,11 +177,9 @@ def take_inventory(store: Store, folder: str, is_current: Callable[[str, Mapping
     trainings: list[Training] = []
     for name, objects in by_training.items():
         layout = Layout(folder, name)
-        ours = tuple(o for o in objects if role_of(o.path.removeprefix(f"{layout.root}/")) is not None)
-        others = tuple(o for o in objects if role_of(o.path.removeprefix(f"{layout.root}/")) is None)
         description = _description(store, layout)
         current = description is not None and is_current(name, description)
-        trainings.append(Training(store, layout, ours, others, description, current))
+        trainings.append(_sorted_out(Training(store, layout, (), (), description, current), objects))
     trainings.sort(key=lambda one: (one.current, one.written), reverse=True)
     return Inventory(store, folder, _one_current(trainings), tuple(foreign))
 
@@ -168,6 +193,18 @@ def inventory_of(experiment: Experiment) -> Inventory:
     return take_inventory(store, experiment.storage_folder, lambda _, found: has_recipe(experiment, found))
 
 
+def storage_of(path: Path, error: InputError) -> Experiment:
+    """What an experiment file says of its storage, where the task, its data or its settings are wrong or gone.
+
+    Raises: the error itself, where it is about something else.
+    """
+    field = (error.field or "").partition(".")[0]
+    if field in _OF_STORAGE or field not in Experiment.model_fields:
+        raise error
+    content = {name: value for name, value in read_yaml(path).content.items() if name in _OF_STORAGE}
+    return parse_experiment(content | {"task": {"type": "unknown"}}, folder=path.absolute().parent)
+
+
 def has_recipe(experiment: Experiment, description: Mapping[str, Any]) -> bool:
     """Whether a training was made from the settings that the file has now. Its data and weights are not looked at."""
     made_from = dict(description.get("made_from", {}))
@@ -175,9 +212,18 @@ def has_recipe(experiment: Experiment, description: Mapping[str, Any]) -> bool:
         made_from["task"] = {name: value for name, value in made_from["task"].items() if name != "version"}
     recipes = (recipe_content(experiment, split_matters=matters) for matters in (False, True))
     return any(
-        all(name in made_from and canonical_json(made_from[name]) == canonical_json(value) for name, value in recipe.items())
+        all(
+            name in made_from and canonical_json(made_from[name]) == canonical_json(value)
+            for name, value in recipe.items()
+        )
         for recipe in recipes
     )
+
+
+def _sorted_out(training: Training, listed: Iterable[StoredObject]) -> Training:
+    roles = {found: role_of(training.below(found)) for found in listed}
+    ours = tuple(found for found, role in roles.items() if role is not None)
+    return replace(training, objects=ours, foreign=tuple(found for found, role in roles.items() if role is None))
 
 
 def _description(store: Store, layout: Layout) -> Mapping[str, Any] | None:
@@ -190,3 +236,20 @@ def _description(store: Store, layout: Layout) -> Mapping[str, Any] | None:
 def _one_current(trainings: list[Training]) -> tuple[Training, ...]:
     """Only the first stays current: the data or the weights of the others were other ones."""
     return tuple(replace(one, current=one.current and number == 0) for number, one in enumerate(trainings))
+
+
+def size_text(size: int) -> str:
+    """Bytes as people read them.
+
+    >>> size_text(512), size_text(1536), size_text(3 * 2**30)
+    ('512 bytes', '1.5 KiB', '3.0 GiB')
+    """
+    if size < 2**10:
+        return f"{size} bytes"
+    power = min(4, (size.bit_length() - 1) // 10)
+    return f"{size / 2 ** (10 * power):.1f} {'KMGT'[power - 1]}iB"
+
+
+def date_text(seconds: float) -> str:
+    """Seconds since 1970 as a date and a time of UTC."""
+    return f"{datetime.fromtimestamp(seconds, UTC):%Y-%m-%d %H:%M} UTC"

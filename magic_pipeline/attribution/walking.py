@@ -22,6 +22,7 @@ from magic_pipeline.attribution.observing import (
 from magic_pipeline.attribution.opening import OpenExperiment, OpenQuery
 from magic_pipeline.attribution.progress import Pace
 from magic_pipeline.attribution.rank_parts import agreed
+from magic_pipeline.attribution.restoring import restore_states
 from magic_pipeline.attribution.trajectory import Trajectory, required_trajectory
 from magic_pipeline.attribution.walk_plan import WalkPlan, cohorts, seal_plan, sealed_plan
 from magic_pipeline.attribution.walk_planner import plan_cohorts
@@ -54,7 +55,7 @@ def walk(
     Raises:
         InputError: there is no such query.
         MagicError: training is not complete.
-        HeldError: another live process walks one of them; nothing was begun.
+        HeldError: another live process walks one of them, or makes states of the trajectory again; nothing was begun.
         NonFiniteError: a query's cotangent or scores are NaN or infinite; all other queries are finished first.
         TrajectoryMismatchError: a replayed state is not the sealed one.
         InterruptedWalkError: `should_stop` said so; what was reached is sealed.
@@ -65,14 +66,16 @@ def walk(
     pace = Pace()
     queries = {key: opened.query(key) for key in keys}
     unfinished = [k for k, q in queries.items() if not _is_complete(opened, trajectory, q)] if board.leads else []
-    todo = [queries[key] for key in decided(board, unfinished)]
     resumed: dict[str, int | None] = {}
     failures: list[NonFiniteError] = []
     redone = 0
     with ExitStack() as held:
-        leases: dict[str, Lease] = {}
-        for query in todo if board.leads else []:
-            leases[query.key] = held.enter_context(opened.query_chain(query).take())
+        leases = {key: held.enter_context(opened.query_chain(queries[key]).take()) for key in unfinished}
+        # Looked at again now that nobody else can be at them: whoever was may have finished before the lease was free.
+        left = [key for key, lease in leases.items() if not _was_finished(opened, trajectory, queries[key], lease)]
+        todo = [queries[key] for key in decided(board, left)]
+        if todo:
+            restore_states(opened, trajectory, observe, should_stop)
         members = {query.key: _member(opened, trajectory, query, leases.get(query.key)) for query in todo}
         with exact_numerics(trajectory.threads):
             _plan_the_unplanned(opened, trajectory, members)
@@ -96,6 +99,16 @@ def _is_complete(opened: OpenExperiment, trajectory: Trajectory, query: OpenQuer
         # Killed between completing and clearing: what is left over is of no use to anybody. Whoever is at it clears it too.
         with suppress(HeldError), chain.take() as lease:
             lease.clear(expect)
+    return True
+
+
+def _was_finished(opened: OpenExperiment, trajectory: Trajectory, query: OpenQuery, lease: Lease) -> bool:
+    """Whether another process finished the query before this lease was taken; then nothing but the result is left."""
+    expect = of_walk(opened.fingerprint, query.digest, trajectory.digest)
+    if opened.query_chain(query).completed(expect) is None:
+        return False
+    lease.clear(expect)
+    lease.release()
     return True
 
 

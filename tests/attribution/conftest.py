@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import shutil
+import uuid
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -14,6 +15,7 @@ from torch import Tensor
 
 from magic_pipeline.attribution.training import train
 from tests.attribution.running import open_small, run
+from tests.servers.s3_server import S3Server
 
 
 @pytest.fixture(scope="session")
@@ -47,3 +49,14 @@ def _trained(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def trained_folder(_trained: Path, tmp_path: Path) -> Path:
     """A folder of its own, in whose store the small experiment's training is finished."""
     return Path(shutil.copytree(_trained, tmp_path / "trained"))
+
+
+@pytest.fixture(params=["local", "memory", "moto", "seaweedfs"])
+def any_storage(request: pytest.FixtureRequest) -> dict[str, Any]:
+    """Changes of an experiment file that put it on each kind of storage."""
+    if request.param == "local":
+        return {"storage": "store"}
+    if request.param == "memory":
+        return {"storage": f"memory://{uuid.uuid4().hex}"}
+    server: S3Server = request.getfixturevalue({"moto": "moto_s3"}.get(request.param, request.param))
+    return {"storage": server.bucket_url(), "storage_options": dict(server.options)}
