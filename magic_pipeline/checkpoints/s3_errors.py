@@ -223,8 +223,8 @@ def _distrust(error: BaseException) -> str:
     link: BaseException | None = error
     while link is not None:
         # aiohttp's error is of ssl's class without its words, which are below it, and botocore's knows it by context only.
-        if isinstance(link, ssl.SSLCertVerificationError) and getattr(link, "verify_message", ""):
-            return link.verify_message
+        if isinstance(link, ssl.SSLCertVerificationError) and hasattr(link, "verify_message"):
+            return str(link.verify_message)
         link = link.__cause__ or link.__context__
     return ""
 
