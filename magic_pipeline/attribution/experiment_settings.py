@@ -41,9 +41,19 @@ def _auto_or_bytes(value: object) -> object:
     return count
 
 
+def _one_or_more_fractions(value: object) -> object:
+    """A number, or a list of different numbers, between 0 and 1 as a tuple."""
+    found = tuple(value) if isinstance(value, list | tuple) else (value,)
+    numbers = [one for one in found if isinstance(one, float) and 0 < one < 1]
+    if not found or len(numbers) < len(found) or len(set(found)) < len(found):
+        raise ValueError("should be a number between 0 and 1, or a list of different ones")
+    return found
+
+
 AutoOrCount = Annotated[Literal["auto"] | int, BeforeValidator(_word_or_count("auto"))]
 SegmentOrCount = Annotated[Literal["segment"] | int, BeforeValidator(_word_or_count("segment"))]
 AutoOrBytes = Annotated[Literal["auto"] | int, BeforeValidator(_auto_or_bytes)]
+Fractions = Annotated[tuple[float, ...], BeforeValidator(_one_or_more_fractions)]
 Ranks = Annotated[int, Field(strict=True, ge=1, le=4096)]
 Beta = Annotated[float, Field(strict=True, ge=0, lt=1)]
 File = Annotated[str, Field(min_length=1)]
@@ -219,10 +229,38 @@ class LDSSettings(Section):
     """The linear datamodeling score: retraining on random subsets."""
 
     subsets: int = Field(default=50, ge=2, description="how many random subsets are retrained")
-    drop_fraction: float = Field(default=0.05, gt=0, lt=1, description="the fraction of examples that each one drops")
+    drop_fraction: Fractions = Field(
+        default=(0.05,), description="the fraction of examples that each one drops; a list makes a bank of each"
+    )
+    seed: int = Field(default=0, ge=0, lt=2**63, description="draws the subsets")
+    keep_models: Literal["auto"] | bool = Field(
+        default="auto",
+        description="whether retrained parameters are kept, so that later queries need no retraining; auto: below 1 GiB",
+    )
+
+
+class RemovalSettings(Section):
+    """Removal curves: retraining without a query's most helpful examples, against random removals."""
+
+    counts: Annotated[tuple[Annotated[int, Field(strict=True, ge=1)], ...], Field(strict=False, min_length=1)] = Field(
+        default=(5, 20, 50, 100), description="how many examples are left out"
+    )
+    random: int = Field(default=5, ge=1, description="random removals of each count")
+    queries: int | None = Field(default=None, ge=1, description="how many queries, the first ones; null takes all")
+    seed: int = Field(default=0, ge=0, lt=2**63, description="draws the random removals")
+
+
+class SmoothnessSettings(Section):
+    """Metasmoothness: whether training answers steadily when data weights move, the condition for scores that predict."""
+
+    h: float = Field(default=0.1, gt=0, le=0.5, description="how far the weights move: by h, and by 2h")
+    directions: int = Field(default=1, ge=1, description="random directions of +1 and -1, two trainings each")
+    seed: int = Field(default=0, ge=0, lt=2**63, description="draws the directions")
 
 
 class ValidationSettings(Section):
     """Checks of the scores against retraining."""
 
     lds: LDSSettings | None = Field(default=None, description="the linear datamodeling score; null leaves it out")
+    removal: RemovalSettings | None = Field(default=None, description="removal curves; null leaves them out")
+    smoothness: SmoothnessSettings | None = Field(default=None, description="metasmoothness; null leaves it out")

@@ -10,7 +10,7 @@ import os
 import secrets
 import socket
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 from magic_pipeline.attribution.layout import Layout
@@ -28,6 +28,11 @@ def record_training(store: Store, layout: Layout, start: int, stop: int) -> None
 def record_walk(store: Store, layout: Layout, start: int, queries: Mapping[str, int]) -> None:
     """A walk is about to go back to step `start`; `queries` gives each query's key and the step that it goes on from."""
     _record(store, layout, {"work": "walk", "start": start, "queries": dict(queries)})
+
+
+def record_retraining(store: Store, layout: Layout, bank: str, labels: Sequence[str], start: int) -> None:
+    """A bank's retrainings are about to be made together, from step `start`."""
+    _record(store, layout, {"work": "retrain", "bank": bank, "retrainings": list(labels), "start": start})
 
 
 def entries(store: Store, layout: Layout) -> Iterator[dict[str, Any]]:

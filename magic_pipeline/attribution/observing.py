@@ -61,7 +61,37 @@ class QueryComplete:
     digest: str
 
 
-Event = TrainingProgress | WalkProgress | CheckpointSealed | QueryComplete
+@dataclass(frozen=True)
+class RetrainingProgress:
+    """After every step of a block of retrainings.
+
+    Attributes:
+        step: of the block's training, of `steps`.
+        labels: the retrainings that take part.
+        finished, retrainings: of the bank: how many are complete, of how many.
+        steps_per_second, eta_seconds: of what is asked for, counting one step of one retraining as one.
+        resumed_from: the step that the block went on from.
+    """
+
+    step: int
+    steps: int
+    labels: tuple[str, ...]
+    finished: int
+    retrainings: int
+    steps_per_second: float
+    eta_seconds: float
+    resumed_from: int
+
+
+@dataclass(frozen=True)
+class RetrainingsComplete:
+    """A block of retrainings is finished and sealed."""
+
+    bank: str
+    labels: tuple[str, ...]
+
+
+Event = TrainingProgress | WalkProgress | CheckpointSealed | QueryComplete | RetrainingProgress | RetrainingsComplete
 Observe = Callable[[Event], None]
 ShouldStop = Callable[[], bool]
 

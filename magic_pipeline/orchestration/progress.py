@@ -14,7 +14,15 @@ from typing import Any
 
 import dagster as dg
 
-from magic_pipeline.attribution.observing import CheckpointSealed, Event, QueryComplete, TrainingProgress, WalkProgress
+from magic_pipeline.attribution.observing import (
+    CheckpointSealed,
+    Event,
+    QueryComplete,
+    RetrainingProgress,
+    RetrainingsComplete,
+    TrainingProgress,
+    WalkProgress,
+)
 
 logger = logging.getLogger("magic_pipeline.progress")
 
@@ -45,6 +53,20 @@ class RunProgress:
         elif isinstance(event, QueryComplete):
             self._completed += 1
             logger.info("query %s: the walk is complete", event.key)
+        elif isinstance(event, RetrainingsComplete):
+            self._completed += len(event.labels)
+            logger.info("retrainings %s to %s are finished", event.labels[0], event.labels[-1])
+        elif isinstance(event, RetrainingProgress):
+            self._steps += len(event.labels)
+            self._facts = {
+                "step": event.step,
+                "retrainings_together": len(event.labels),
+                "retrainings_finished": event.finished,
+                **_rates(event),
+            }
+            done = f"{event.finished} of {event.retrainings} finished"
+            last = event.step >= event.steps and event.finished + len(event.labels) >= event.retrainings
+            self._tell(f"{len(event.labels)} retrainings: step {event.step} of {event.steps}, {done}", last)
         elif isinstance(event, TrainingProgress):
             self._steps += 1
             self._facts = {"step": event.step, "loss": event.loss, **_rates(event)}
@@ -109,7 +131,7 @@ class RunProgress:
             thread.join()
 
 
-def _rates(event: TrainingProgress | WalkProgress) -> dict[str, Any]:
+def _rates(event: TrainingProgress | WalkProgress | RetrainingProgress) -> dict[str, Any]:
     resumed = event.resumed_from
     if not isinstance(resumed, int):
         known = [step for step in resumed.values() if step is not None]
