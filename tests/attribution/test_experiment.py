@@ -89,7 +89,7 @@ def test_every_field_is_read(tmp_path: Path) -> None:
     assert (attribution.threads, attribution.chunk, attribution.unit) == (2, "auto", "example")
     assert experiment.queries.file == "queries.jsonl"
     assert experiment.validation.lds is not None
-    assert (experiment.validation.lds.subsets, experiment.validation.lds.drop_fraction) == (10, 0.1)
+    assert (experiment.validation.lds.subsets, experiment.validation.lds.drop_fraction) == (10, (0.1,))
 
 
 def test_name_and_task_are_enough(tmp_path: Path) -> None:
