@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import logging
 import os
 import secrets
 import shutil
@@ -16,6 +17,8 @@ from typing import BinaryIO
 from magic_pipeline.checkpoints.failures import surfaced
 from magic_pipeline.checkpoints.sinks import Names, StoredObject, Write
 from magic_pipeline.errors import DamagedObjectError, MissingObjectError, ObjectExistsError, StorageError
+
+logger = logging.getLogger("magic_pipeline.checkpoints")
 
 
 class LocalSink:
@@ -171,7 +174,16 @@ def publish_file(target: Path, write: Write, *, exclusive: bool, size: int | Non
             raise
         raise reason from (error if isinstance(reason, Exception) else None)
     finally:
+        _remove_temporary(temporary)
+
+
+def _remove_temporary(temporary: Path) -> None:
+    """Removes it as far as the disk can: one that turned read-only or fails must not hide what is being raised."""
+    try:
         temporary.unlink(missing_ok=True)
+    except OSError as error:
+        if error.errno != errno.EROFS or os.path.lexists(temporary):
+            logger.warning("%s stays until gc: %s", temporary, error.strerror)
 
 
 def _link_new(temporary: Path, target: Path) -> None:

@@ -84,6 +84,8 @@ class S3Sink:
             )
         if not _BUCKET.fullmatch(self._bucket) or any(c in location for c in "?#*"):
             raise InputError(f"expected s3://bucket/prefix, found s3://{location}", field="storage")
+        if prefix and any(part in ("", ".", "..") for part in prefix.split("/")):
+            raise InputError(f"expected a prefix without empty parts, . and .., found s3://{location}", field="storage")
         _check_endpoint(options)
         self._options = dict(options)
         self._patience = patience or Patience()

@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
+import errno
 import os
 from pathlib import Path
+from typing import Any, BinaryIO
 
 import pytest
 import torch
 
 from magic_pipeline.checkpoints import Chain, Store
 from magic_pipeline.errors import InputError, ObjectExistsError, StorageError
-from tests.checkpoints.contract import FACTS, ChainContract, StoreContract, state
+from tests.checkpoints.contract import FACTS, ChainContract, Preempted, StoreContract, state
 from tests.checkpoints.sink_contract import SharedSinkContract
 
 
@@ -171,3 +173,27 @@ def test_unfinished_publications_go_with_the_next_lease_or_a_sweep_but_never_tho
     lease.sweep()
     assert [path.name for path in blobs.iterdir()] == [third] and chain.store.list(chain.blobs) == []
     assert [(finding.object, finding.kind) for finding in chain.audit()] == [("q/blobs/e00000003-ab.pt", "orphaned")]
+
+
+@pytest.mark.parametrize("code", [errno.EROFS, errno.EIO])
+def test_a_disk_that_turns_read_only_during_a_save_is_told_and_hides_no_interrupt(
+    store: Store, code: int, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """As ext4 does after an error: then not even the temporary file can be removed."""
+    store.create_json("a.json", {})
+
+    def refused(*_: Any, **__: Any) -> None:
+        raise OSError(code, os.strerror(code))
+
+    def interrupted(stream: BinaryIO) -> None:
+        raise Preempted
+
+    with monkeypatch.context() as broken:
+        for name in ("link", "unlink"):
+            broken.setattr(os, name, refused)
+        with pytest.raises(StorageError, match=rf"b.json: could not be written .*{os.strerror(code)}"):
+            store.create_json("b.json", {})
+        with pytest.raises(Preempted):
+            store.sink.publish("c.json", interrupted, exclusive=True)
+    assert caplog.text.count("stays until gc") == 2
+    assert store.sink.list("") == ["a.json"] and store.sink.unfinished("") == ["b.json", "c.json"]

@@ -147,3 +147,11 @@ def test_times_by_which_the_living_would_be_overtaken_are_refused(
     monkeypatch.setenv("MAGIC_EXPIRY_SECONDS", expiry)
     with pytest.raises(InputError, match=r"MAGIC_EXPIRY_SECONDS: expected at least twice MAGIC_HEARTBEAT_SECONDS"):
         Chain(Store(str(tmp_path)), "q", writers="writers").take()
+
+
+@pytest.mark.parametrize("url", ["s3://bucket//x", "s3://bucket/a//b", "s3://bucket/../x", "s3://bucket/a/./b"])
+def test_a_prefix_that_servers_read_in_two_ways_is_refused(url: str) -> None:
+    """SeaweedFS writes a//b where it does not list it, and takes .. for an invalid request."""
+    with pytest.raises(InputError, match=r"storage: expected a prefix without empty parts"):
+        Store(url)
+    assert Store("s3://bucket/").url == "s3://bucket" and Store("s3://bucket/a b/").url == "s3://bucket/a b"
