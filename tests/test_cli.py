@@ -5,13 +5,16 @@ from __future__ import annotations
 import csv
 import json
 import logging
+import os
 import shutil
 import socket
+import time
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
+from magic_pipeline.checkpoints import Chain, Store
 from magic_pipeline.cli import main
 from tests.orchestration.small_experiment import write_experiment
 
@@ -188,6 +191,21 @@ def test_an_export_holds_every_score(finished: Path, tmp_path: Path, capsys: pyt
     assert "csv" in refused(capsys, "export", finished, "--format", "csv", "--output", tmp_path / "nowhere" / "s.csv")
 
 
+def stored(path: Path) -> dict[str, bytes]:
+    """Everything in the store beside an experiment file."""
+    root = path.parent / ".magic" / "store"
+    return {str(file.relative_to(root)): file.read_bytes() for file in root.rglob("*") if file.is_file()}
+
+
+def orphan(path: Path) -> str:
+    """A blob of the trajectory that no manifest names, last written two days ago."""
+    root = path.parent / ".magic" / "store"
+    blob = next(root.rglob("trajectory/blobs/*")).with_name(f"e{1:08d}-{'0' * 32}.pt")
+    blob.write_bytes(b"half a state")
+    os.utime(blob, (time.time() - 48 * 3600,) * 2)
+    return str(blob.relative_to(root))
+
+
 def test_verify_finds_a_flipped_bit(finished: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["verify", str(finished), "--json"]) == 0
     assert json.loads(capsys.readouterr().out)["findings"] == []
@@ -197,6 +215,136 @@ def test_verify_finds_a_flipped_bit(finished: Path, capsys: pytest.CaptureFixtur
     blob.write_bytes(content)
     assert main(["verify", str(finished)]) == 1
     assert "1 findings" in capsys.readouterr().out
+
+
+def test_verify_tells_scripts_the_kind_the_object_and_what_it_costs(
+    finished: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    left = orphan(finished)
+    assert main(["verify", str(finished), "--json"]) == 0  # nothing reads an orphan
+    content = json.loads(capsys.readouterr().out)
+    assert set(content) == {"experiment", "storage", "trainings", "findings", "in_use", "checked", "bytes"}
+    assert content["experiment"] == "small"
+    assert content["storage"] == str(finished.parent / ".magic" / "store")
+    assert len(content["trainings"]) == 1
+    [finding] = content["findings"]
+    assert set(finding) == {"object", "kind", "problem", "consequence"}
+    assert (finding["object"], finding["kind"]) == (left, "orphaned")
+    (finished.parent / ".magic" / "store" / "small" / "notes.txt").write_text("mine")
+    assert main(["verify", str(finished)]) == 1
+    shown = capsys.readouterr()
+    assert "small/notes.txt\n  foreign: " in shown.out
+    assert shown.err == ""  # progress is for people at a terminal
+
+
+def test_gc_lists_what_it_would_free_and_frees_it_when_asked(
+    finished: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["gc", str(finished)]) == 0
+    assert capsys.readouterr().out == "there is nothing to free\n"
+    left = orphan(finished)
+    before = stored(finished)
+    assert main(["gc", str(finished)]) == 0
+    told = capsys.readouterr().out.splitlines()
+    assert told[0].startswith("orphaned    1 objects of 12 bytes, training ")
+    assert told[-1].endswith("nothing was freed; with --yes it would be")
+    assert stored(finished) == before
+    assert main(["gc", str(finished), "--older-than", "72", "--json"]) == 0
+    assert json.loads(capsys.readouterr().out)["objects"] == 0
+    assert main(["gc", str(finished), "--yes", "--json"]) == 0
+    content = json.loads(capsys.readouterr().out)
+    assert set(content) == {"experiment", "storage", "done", "objects", "bytes", "freed", "kept", "in_use"}
+    assert content["done"]
+    orphaned, epochs = content["freed"]
+    assert set(orphaned) == {"kind", "why", "training", "objects", "bytes", "paths"}
+    assert (orphaned["kind"], orphaned["paths"], orphaned["bytes"]) == ("orphaned", [left], 12)
+    assert epochs["kind"] == "epoch"
+    assert content["objects"] == orphaned["objects"] + epochs["objects"]
+    assert left not in stored(finished)
+    assert main(["verify", str(finished)]) == 0
+
+
+def test_delete_removes_the_experiment_and_a_run_brings_the_same_scores(
+    finished: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def exported(name: str) -> bytes:
+        output = tmp_path / name
+        assert main(["export", str(finished), "--format", "csv", "--output", str(output)]) == 0
+        return output.read_bytes()
+
+    scores, before = exported("before.csv"), stored(finished)
+    capsys.readouterr()
+    assert main(["delete", str(finished)]) == 0
+    told = capsys.readouterr().out
+    assert "Dagster's event log" in told
+    assert "nothing was deleted; with --yes it would be" in told
+    assert stored(finished) == before
+    assert main(["delete", str(finished), "--yes", "--json"]) == 0
+    content = json.loads(capsys.readouterr().out)
+    assert set(content) == {"experiment", "storage", "done", "objects", "bytes", "trainings", "stays", "in_use"}
+    [training] = content["trainings"]
+    assert set(training) == {"fingerprint", "objects", "bytes", "written_unix"}
+    assert (content["done"], content["objects"]) == (True, len(before))
+    assert content["bytes"] == sum(map(len, before.values()))
+    assert stored(finished) == {}
+    assert main(["verify", str(finished)]) == 0
+    assert main(["status", str(finished)]) == 0
+    shown = capsys.readouterr()
+    assert "nothing is stored yet" in shown.out
+    assert shown.err == ""
+    assert main(["delete", str(finished), "--yes"]) == 0
+    assert "nothing of it is stored" in capsys.readouterr().out
+    assert main(["run", str(finished)]) == 0
+    assert exported("after.csv") == scores
+    capsys.readouterr()
+    assert main(["status", str(finished), "--json"]) == 0
+    assert json.loads(capsys.readouterr().out)["dagster"]["differences"] == []
+
+
+def test_cleaning_up_needs_no_more_of_the_file_than_its_name_and_storage(
+    finished: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    text = finished.read_text()
+    finished.write_text(text.replace("queries: {split: test, count: 3}", "queries: {file: lost.jsonl}"))
+    assert "lost.jsonl" in refused(capsys, "status", finished)
+    assert main(["verify", str(finished)]) == 0
+    assert main(["gc", str(finished)]) == 0
+    assert main(["delete", str(finished)]) == 0
+    capsys.readouterr()
+    # A mistake in what tells where the objects are is no small matter.
+    finished.write_text(text + "storag: elsewhere\n")
+    assert "did you mean storage?" in refused(capsys, "delete", finished)
+    finished.write_text("storage: 3\n" + text)
+    assert "storage" in refused(capsys, "gc", finished)
+
+
+def test_wrong_arguments_of_gc_and_delete_are_one_line_and_code_2(
+    finished: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert "--older-than: expected a number of hours" in refused(capsys, "gc", finished, "--older-than", "-1")
+    assert "--older-than: expected a number of hours" in refused(capsys, "gc", finished, "--older-than", "day")
+    assert "no training begins with 'zz'" in refused(capsys, "delete", finished, "--fingerprint", "zz", "--yes")
+    other = write_experiment(finished.parent, "other")
+    other.write_text(other.read_text() + "storage_name: small\n")
+    assert "keeps its results in the same folder" in refused(capsys, "delete", finished, "--yes")
+    assert len(stored(finished)) > 0
+
+
+def test_delete_is_refused_with_code_1_while_somebody_is_at_work(
+    finished: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    [folder] = {path.rpartition("/trajectory/")[0] for path in stored(finished) if "/trajectory/" in path}
+    chain = Chain(Store(str(finished.parent / ".magic" / "store")), f"{folder}/trajectory", writers=f"{folder}/writers")
+    with chain.take():
+        before = stored(finished)
+        assert main(["delete", str(finished), "--yes"]) == 1
+        lines = capsys.readouterr().err.splitlines()
+        assert len(lines) == 1
+        assert "nothing was deleted" in lines[0]
+        assert f"held by process {os.getpid()}" in lines[0]
+        assert stored(finished).keys() == before.keys()
+        assert main(["gc", str(finished), "--yes"]) == 0
+        assert f"held by process {os.getpid()}" in capsys.readouterr().out
 
 
 def test_plan_says_what_a_run_will_do(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

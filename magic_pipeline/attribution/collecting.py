@@ -172,6 +172,9 @@ class _Collector:
         self._clean(training, training.trajectory, of_trajectory, finished=complete is not None)
         for walk in training.walks:
             self._walk(training, walk, complete, ends.get(walk))
+        for chain in training.banks:
+            self.tell(chain.folder)
+            self._clean(training, chain, dict, finished=False)  # who retrains clears what is finished himself
         self._scores(training, {walk: end for walk, end in ends.items() if end is not None})
         self._ledger(training)
         self._heartbeats(training)
@@ -229,7 +232,6 @@ class _Collector:
 
     def _scores(self, training: Training, finished: Mapping[Walk, Checkpoint]) -> None:
         """No lease: see stale_scores."""
-        self.tell(training.layout.scores)
         sheets = {(w.key, w.digest): sheet_name(w.key, end.facts["walk"]) for w, end in finished.items()}
         matrix = self._matrix_name(training, finished)
 
@@ -240,11 +242,12 @@ class _Collector:
         def newer_matrix(name: str, sealed: SealedFile) -> str | None:
             return None if matrix == name else matrix
 
-        listed = list(self.store.tree(training.layout.scores))
-        found = stale_scores(
-            self.store, training.layout.scores, listed, replaced_by=newer_sheet, before=self.before
-        ) + stale_scores(self.store, training.layout.matrix, listed, replaced_by=newer_matrix, before=self.before)
-        self._free(training, found)
+        newer = {training.layout.scores: newer_sheet, training.layout.matrix: newer_matrix}
+        for folder in training.file_folders:
+            self.tell(folder)
+            listed = list(self.store.tree(folder))
+            replaced_by = newer.get(folder, lambda name, sealed: None)
+            self._free(training, stale_scores(self.store, folder, listed, replaced_by=replaced_by, before=self.before))
 
     def _matrix_name(self, training: Training, finished: Mapping[Walk, Checkpoint]) -> str | None:
         ends = {(walk.key, walk.digest): end for walk, end in finished.items()}

@@ -23,7 +23,7 @@ from magic_pipeline.attribution.inventory import (
     size_text,
 )
 from magic_pipeline.checkpoints.chain import Chain, epoch_in_name
-from magic_pipeline.checkpoints.garbage import holder, remove_empty_folders
+from magic_pipeline.checkpoints.garbage import holder, release_first, remove_empty_folders
 from magic_pipeline.checkpoints.holder import is_gone
 from magic_pipeline.checkpoints.lease import Lease
 from magic_pipeline.errors import HeldError, InputError, MagicError
@@ -194,7 +194,7 @@ def _remove_epochs(training: Training, leases: Mapping[str, Lease]) -> None:
 
     Who takes a chain from now on has a higher epoch, which stays.
     """
-    for found in training.listed_again().with_role("epoch"):
+    for found in sorted(training.listed_again().with_role("epoch"), key=lambda found: release_first(found.path)):
         lease = leases.get(training.chain_folder(found.path) or "")
         epoch = epoch_in_name(found.path.rpartition("/")[2])
         if lease is not None and epoch is not None and epoch <= lease.epoch:

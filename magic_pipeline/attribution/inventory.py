@@ -1,5 +1,7 @@
 """What lies below an experiment's folder in its storage, told by names alone. No torch, no task: an experiment whose code or data is
 lost can be looked at and cleaned up all the same.
+
+Whoever writes objects under new names (layout.py) adds them to `_NAMES` here, or verify calls them foreign and delete leaves them.
 """
 
 from __future__ import annotations
@@ -26,18 +28,19 @@ from magic_pipeline.errors import DamagedObjectError, InputError, MissingObjectE
 Role = Literal["manifest", "blob", "plan", "ledger", "queries", "description", "heartbeat", "epoch"]
 Tell = Callable[[str], None]
 
-_CHAIN = r"(trajectory|queries/[A-Za-z0-9_-]+/[0-9a-f]{32})"
-_SCORES = r"scores(/matrix)?"
+_BANK = r"validation/[0-9a-f]{32}"
+_CHAIN = rf"(trajectory|queries/[A-Za-z0-9_-]+/[0-9a-f]{{32}}|{_BANK}/(?:blocks|later)/\d{{6}}-\d{{4}})"
+_FILES = rf"(scores|scores/matrix|{_BANK}/reports)"  # folders of sealed files
 # In the order in which they may be deleted: what makes other objects count goes first, what keeps other writers away last.
 _NAMES: Mapping[Role, re.Pattern[str]] = {
     "manifest": re.compile(
-        rf"{_CHAIN}/(manifests/\d{{8}}\.e\d{{8}}|complete\.e\d{{8}})\.json|{_SCORES}/manifests/[A-Za-z0-9_.-]+\.e\d{{8}}\.json"
+        rf"{_CHAIN}/(manifests/\d{{8}}\.e\d{{8}}|complete\.e\d{{8}})\.json|{_FILES}/manifests/[A-Za-z0-9_.-]+\.e\d{{8}}\.json"
     ),
-    "blob": re.compile(rf"{_CHAIN}/blobs/e\d{{8}}-[0-9a-f]{{32}}\.pt|{_SCORES}/blobs/[0-9a-f]{{32}}\.parquet"),
-    "plan": re.compile(rf"{_CHAIN}/plans/\d{{8}}\.json"),
+    "blob": re.compile(rf"{_CHAIN}/blobs/e\d{{8}}-[0-9a-f]{{32}}\.pt|{_FILES}/blobs/[0-9a-f]{{32}}\.[a-z]+"),
+    "plan": re.compile(rf"({_CHAIN}|{_BANK})/plans/\d{{8}}\.json"),
     "ledger": re.compile(r"ledger/\d{20}-[0-9a-f]{8}\.json"),
     "queries": re.compile(r"queries\.json"),
-    "description": re.compile(r"experiment\.json"),
+    "description": re.compile(rf"experiment\.json|{_BANK}/bank\.json"),
     "heartbeat": re.compile(r"writers/[0-9a-f]{16}\.json"),
     "epoch": re.compile(rf"{_CHAIN}/epochs/\d{{8}}(\.released)?\.json"),
 }
@@ -45,6 +48,7 @@ ROLES: tuple[Role, ...] = tuple(_NAMES)
 _OF_STORAGE = ("name", "storage", "storage_name", "storage_options")
 _FINGERPRINT = re.compile(r"[0-9a-f]{64}")
 _IN_CHAIN = re.compile(rf"{_CHAIN}/")
+_IN_FILES = re.compile(rf"{_FILES}/(manifests|blobs)/")
 
 
 def role_of(path: str) -> Role | None:
@@ -106,21 +110,39 @@ class Training:
 
     @cached_property
     def trajectory(self) -> Chain:
-        return Chain(self.store, self.layout.trajectory, writers=self.layout.writers)
+        return self._chain(self.layout.trajectory)
 
     @cached_property
     def walks(self) -> tuple[Walk, ...]:
         """All that have an object, in the order of their keys."""
-        folders = {self.chain_folder(found.path) for found in self.objects} - {None, self.layout.trajectory}
-        names = sorted(str(folder).split("/")[-2:] for folder in folders)
-        return tuple(
-            Walk(key, digest, Chain(self.store, self.layout.query(key, digest), writers=self.layout.writers))
-            for key, digest in names
-        )
+        names = [
+            folder.split("/")[-2:]
+            for folder in self._chain_folders
+            if folder.startswith(f"{self.layout.root}/queries/")
+        ]
+        return tuple(Walk(key, digest, self._chain(self.layout.query(key, digest))) for key, digest in names)
+
+    @cached_property
+    def banks(self) -> tuple[Chain, ...]:
+        """The chains of the validation's retrainings."""
+        return tuple(self._chain(f) for f in self._chain_folders if f.startswith(f"{self.layout.root}/validation/"))
 
     @cached_property
     def chains(self) -> tuple[Chain, ...]:
-        return (self.trajectory, *(walk.chain for walk in self.walks))
+        return (self.trajectory, *(walk.chain for walk in self.walks), *self.banks)
+
+    @cached_property
+    def file_folders(self) -> tuple[str, ...]:
+        """The folders of sealed files: scores, the matrix, reports."""
+        matches = (_IN_FILES.match(self.below(found)) for found in self.objects)
+        return tuple(sorted({f"{self.layout.root}/{match[1]}" for match in matches if match}))
+
+    @cached_property
+    def _chain_folders(self) -> list[str]:
+        return sorted({folder for found in self.objects if (folder := self.chain_folder(found.path)) is not None})
+
+    def _chain(self, folder: str) -> Chain:
+        return Chain(self.store, folder, writers=self.layout.writers)
 
     def below(self, found: StoredObject) -> str:
         """The object's path below the training's folder."""

@@ -134,7 +134,8 @@ class _Reader:
         yield from self._documents()
         yield from self._trajectory()
         yield from self._walks()
-        for folder in (self.layout.scores, self.layout.matrix):
+        yield from self._banks()
+        for folder in self.training.file_folders:
             self.tell(folder)
             yield from self._files(folder)
         yield from self._heartbeats()
@@ -175,6 +176,12 @@ class _Reader:
                 expect["trajectory"] = self.complete.facts["trajectory"]
             names = [*walk.chain.sealed(), *walk.chain.completions()]
             yield from self._chain(walk.chain, dict.fromkeys(names, expect), _CONSEQUENCE["damaged"])
+
+    def _banks(self) -> Iterator[Finding]:
+        for chain in self.training.banks:
+            names = [*chain.sealed(), *chain.completions()]
+            expect = of_training(self.training.fingerprint)
+            yield from self._chain(chain, dict.fromkeys(names, expect), _CONSEQUENCE["damaged"])
 
     def _chain(self, chain: Chain, expected: Mapping[SealedName, Mapping[str, Any]], cost: str) -> Iterator[Finding]:
         self.tell(chain.folder)
@@ -218,7 +225,7 @@ class _Reader:
             yield found
 
     def _files(self, folder: str) -> Iterator[Finding]:
-        """Score sheets or the matrix."""
+        """Score sheets, the matrix, or reports."""
         listed = [found.path for found in self.training.objects if found.path.rpartition("/")[0] == f"{folder}/blobs"]
         named = set()
         for manifest in self.store.list(f"{folder}/manifests"):

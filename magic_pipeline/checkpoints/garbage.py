@@ -89,6 +89,15 @@ def remove(lease: Lease, garbage: Iterable[Garbage]) -> None:
         lease.chain.store.delete(item.path)
 
 
+def release_first(path: str) -> tuple[int, bool]:
+    """The order in which epoch objects may be removed: from the lowest epoch on, and that it was released before that it was taken.
+
+    What says "released" of an epoch that is no more would say it of one that takes this number later.
+    """
+    name = path.rpartition("/")[2]
+    return epoch_in_name(name) or 0, not name.endswith(".released.json")
+
+
 def remove_empty_folders(store: Store, folder: str) -> None:
     """On a local disk, removes the folders that hold nothing, this one included; elsewhere there are none."""
     if not isinstance(store.sink, LocalSink):
@@ -122,7 +131,7 @@ def _epochs(
     epochs = {found: epoch_in_name(found.path.rpartition("/")[2]) for found in listed if _is_epoch(chain, found)}
     # Whoever removes something takes a new epoch, so that without a lease all that there are now will be older ones.
     older = [found for found, epoch in epochs.items() if epoch is not None and (lease is None or epoch < lease.epoch)]
-    older.sort(key=lambda found: found.path)
+    older.sort(key=lambda found: release_first(found.path))
     unreadable = [found for found in older if _is_unreadable(chain, found)]
     superseded = any(epoch is not None and epoch < chain.highest_epoch() for epoch in epochs.values())
     if finished and (lease is not None or other or unreadable or superseded):

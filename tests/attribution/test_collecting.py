@@ -104,7 +104,8 @@ def test_clutter_goes_and_nothing_else_on_every_storage(
     kinds = {"leftover", "superseded", "orphaned", "epoch", "heartbeat"}
     with_unfinished = not opened.store.url.startswith("memory:")
     assert {one.kind for one in done.freed} == kinds | ({"unfinished"} if with_unfinished else set())
-    assert done.bytes == sum(before.get(path, 0) for one in done.freed for path in one.paths)
+    gone = [f"{path} (unfinished)" if one.kind == "unfinished" else path for one in done.freed for path in one.paths]
+    assert done.bytes == sum(before[path] for path in gone)
     assert not set(tree(opened)) & {path for one in done.freed for path in one.paths}
     # Nothing that was there before the clutter is gone, but for what a newer one of the same content has replaced.
     replaced = freed(done, "superseded") | freed(done, "epoch")
@@ -124,7 +125,7 @@ def test_ended_before_any_deletion_it_loses_nothing_and_goes_on(
     before, delete, deletions = query_statuses(open_small(cluttered)), Store.delete, itertools.count()
 
     def ended(store: Store, path: str) -> None:
-        if next(deletions) == stop:
+        if "/writers/" not in path and next(deletions) == stop:  # a heartbeat ends with its process
             raise KilledError
         delete(store, path)
 
