@@ -1,4 +1,4 @@
-"""The command line: `magic-pipeline run|plan|status|export|verify|gc|delete|list|ui`, a thin edge over the rooms below.
+"""The command line: `magic-pipeline run|validate|plan|status|export|verify|gc|delete|list|ui`, a thin edge over the rooms below.
 
 Exit codes: 0 done; 2 the input is wrong (one line on stderr); 1 anything else. What a script reads goes to stdout,
 all else to stderr.
@@ -77,11 +77,15 @@ def run(options: argparse.Namespace) -> int:
     return DONE
 
 
-def _tell_outcome(experiment: Experiment, outcome: Outcome, options: argparse.Namespace) -> None:
+def _tell_held(outcome: Outcome) -> None:
     for what, holder in outcome.held.items():
         who = f"process {holder.get('pid')} on {holder.get('host')}"
         run_id = f", run {holder['run_id']}" if holder.get("run_id") else ""
         print(f"{what} is being worked on by {who}{run_id}; it was left to it", file=sys.stderr)
+
+
+def _tell_outcome(experiment: Experiment, outcome: Outcome, options: argparse.Namespace) -> None:
+    _tell_held(outcome)
     if options.json:
         runs = [{"asset": asset, "partitions": count, "run_id": run_id} for asset, count, run_id in outcome.runs]
         held = {what: dict(holder) for what, holder in outcome.held.items()}
@@ -116,6 +120,26 @@ def plan(options: argparse.Namespace) -> int:
 
     found = plan_experiment(open_experiment(_experiment(options.experiment)))
     _print_json(found.as_dict()) if options.json else print("\n".join(found.lines()))
+    return DONE
+
+
+def validate(options: argparse.Namespace) -> int:
+    """Run what is not finished, retrain as the validation section says, and print how well the scores predict it."""
+    from magic_pipeline.attribution.validation import read_validation
+    from magic_pipeline.attribution.validation_tables import validation_lines
+    from magic_pipeline.orchestration.instance import open_instance
+    from magic_pipeline.orchestration.interrupts import listen_to_interrupts
+    from magic_pipeline.orchestration.operating import opened_once
+    from magic_pipeline.orchestration.running import run_experiment
+
+    experiment = _experiment(options.experiment)
+    experiment.require_validation()
+    listen_to_interrupts()
+    with open_instance(experiment.folder) as instance:
+        outcome = run_experiment(instance, experiment)
+    _tell_held(outcome)
+    content = read_validation(opened_once(experiment))
+    _print_json(content) if options.json else print("\n".join(validation_lines(content)))
     return DONE
 
 
@@ -402,6 +426,7 @@ def _parser() -> argparse.ArgumentParser:
     running = add("run", run)
     running.add_argument("--queries", nargs="+", metavar="ID", help="only these queries")
     running.add_argument("--show", type=int, default=3, metavar="N", help="print the tables of the first N queries (3)")
+    add("validate", validate)
     add("plan", plan)
     add("status", status)
     exporting = add("export", export)

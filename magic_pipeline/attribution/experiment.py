@@ -138,6 +138,16 @@ class Experiment(Section):
         """The folder of this experiment in the storage."""
         return self.storage_name or self.name
 
+    def require_validation(self) -> None:
+        """Raises InputError where the file asks for no validation."""
+        section = self.validation
+        if section.lds is None and section.removal is None and section.smoothness is None:
+            raise InputError(
+                "nothing is asked for; add for example  validation: {lds: {subsets: 50, drop_fraction: 0.05}}",
+                file=self.path,
+                field="validation",
+            )
+
     def resolve(self, file: str) -> Path:
         """The absolute path of a file that the experiment names: `~` expanded, relative to the experiment's folder."""
         return Path(os.path.normpath(self._folder / os.path.expanduser(file)))

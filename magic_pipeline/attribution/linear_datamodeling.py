@@ -30,6 +30,7 @@ from magic_pipeline.errors import InputError
 
 # Fewer pairs make no correlation worth showing.
 _FEWEST = 3
+_nan = float("nan")
 
 
 @dataclass(frozen=True)
@@ -101,14 +102,19 @@ class LinearDatamodelingScore:
 
     @classmethod
     def from_dict(cls, content: Mapping[str, Any]) -> LinearDatamodelingScore:
-        """The inverse, also of JSON. Raises TypeError or KeyError where it is no such table."""
-        fields = dict(content)
-        fields["queries"] = tuple(QueryLDS(**query) for query in fields["queries"])
+        """The inverse, also of JSON, where None stands for NaN. Raises TypeError or KeyError where it is no such table."""
+        fields = _with_nan(content)
+        fields["queries"] = tuple(QueryLDS(**_with_nan(query)) for query in fields["queries"])
         for name in ("diverged", "labels"):
             fields[name] = tuple(fields[name])
         for name in ("predicted", "actual"):
-            fields[name] = tuple(tuple(row) for row in fields[name])
+            fields[name] = tuple(tuple(_nan if v is None else v for v in row) for row in fields[name])
         return cls(**fields)
+
+
+def _with_nan(content: Mapping[str, Any]) -> dict[str, Any]:
+    numbers = ("mean", "low", "high", "spearman", "pearson", "slope")
+    return {key: _nan if value is None and key in numbers else value for key, value in content.items()}
 
 
 def linear_datamodeling_score(
@@ -178,15 +184,14 @@ def refuse_duplicates_and_strangers(bank: Bank, results: Sequence[RunResult]) ->
 
 def _change(result: RunResult, base: Mapping[str, float], key: str) -> float:
     if key not in result.measurements or key not in base:
-        return float("nan")
+        return _nan
     return result.measurements[key] - base[key]
 
 
 def _row(query: str, predicted: Floats, actual: Floats, seed: int) -> QueryLDS:
     reason = _why_undefined(predicted, actual)
     if reason is not None:
-        nan = float("nan")
-        return QueryLDS(query, nan, nan, nan, nan, nan, reason)
+        return QueryLDS(query, _nan, _nan, _nan, _nan, _nan, reason)
     low, high = bootstrap_interval(lambda at: spearman(predicted[at], actual[at]), len(actual), seed=seed)
     return QueryLDS(
         query,
@@ -212,7 +217,7 @@ def _why_undefined(predicted: Floats, actual: Floats) -> str | None:
 
 def _mean(predicted: Floats, actual: Floats, values: Sequence[float], seed: int) -> tuple[float, float, float]:
     if not values:
-        return float("nan"), float("nan"), float("nan")
+        return _nan, _nan, _nan
 
     def mean_of(at: NDArray[np.int64]) -> Floats:
         found: Floats = np.stack([spearman(p[at], a[at]) for p, a in zip(predicted, actual, strict=True)])

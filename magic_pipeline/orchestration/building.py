@@ -17,6 +17,7 @@ from magic_pipeline.orchestration.partitions import ExperimentAssets
 from magic_pipeline.orchestration.scores_assets import matrix_asset, scores_asset
 from magic_pipeline.orchestration.segments_asset import segments_asset
 from magic_pipeline.orchestration.trajectory_asset import trajectory_asset
+from magic_pipeline.orchestration.validation_assets import validation_assets
 
 INVALID_GROUP = "invalid_experiments"
 
@@ -40,7 +41,8 @@ def experiment_assets(experiment: Experiment) -> list[dg.AssetsDefinition]:
     with warnings.catch_warnings():
         # Dagster calls its backfill policies beta; the range of versions that this project takes has them.
         warnings.filterwarnings("ignore", "Parameter `backfill_policy`", dg.BetaWarning)
-        return [build(experiment) for build in (trajectory_asset, segments_asset, scores_asset, matrix_asset)]
+        made = [build(experiment) for build in (trajectory_asset, segments_asset, scores_asset, matrix_asset)]
+        return made + validation_assets(experiment)
 
 
 def experiment_jobs(experiment: Experiment) -> list[UnresolvedAssetJobDefinition]:
@@ -53,6 +55,13 @@ def experiment_jobs(experiment: Experiment) -> list[UnresolvedAssetJobDefinition
         f"{name}_score": ([assets.scores], "Write the scores of walked queries."),
         f"{name}_collect": ([assets.matrix], "Collect the scores of all queries."),
     }
+    section = experiment.validation
+    if section.lds is not None:
+        selections[f"{name}_validate"] = ([assets.subsets, assets.lds], "Retrain without random subsets, and compare.")
+    if section.removal is not None:
+        selections[f"{name}_remove"] = ([assets.removal], "Retrain without the most helpful examples.")
+    if section.smoothness is not None:
+        selections[f"{name}_smoothness"] = ([assets.smoothness], "Measure whether training is smooth.")
     return [
         dg.define_asset_job(job, selection=dg.AssetSelection.assets(*keys), description=description)
         for job, (keys, description) in selections.items()

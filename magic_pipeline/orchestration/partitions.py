@@ -43,6 +43,22 @@ class ExperimentAssets:
         return dg.AssetKey([self.experiment, "score_matrix"])
 
     @property
+    def subsets(self) -> dg.AssetKey:
+        return dg.AssetKey([self.experiment, "retrained_subsets"])
+
+    @property
+    def lds(self) -> dg.AssetKey:
+        return dg.AssetKey([self.experiment, "linear_datamodeling_score"])
+
+    @property
+    def removal(self) -> dg.AssetKey:
+        return dg.AssetKey([self.experiment, "removal_curves"])
+
+    @property
+    def smoothness(self) -> dg.AssetKey:
+        return dg.AssetKey([self.experiment, "metasmoothness"])
+
+    @property
     def queries_name(self) -> str:
         """The name of the dynamic partitions that hold the query keys."""
         return f"{self.experiment}_queries"

@@ -19,11 +19,14 @@ from magic_pipeline.orchestration.headless import execute_asset, failure_of, mar
 from magic_pipeline.orchestration.materializations import recorded_version, recorded_versions
 from magic_pipeline.orchestration.operating import opened_once
 from magic_pipeline.orchestration.partitions import ExperimentAssets, add_query_keys
+from magic_pipeline.orchestration.validation_assets import subset_keys
 
 logger = logging.getLogger("magic_pipeline.run")
 
 # Queries of one run: enough to share all rematerialisation, few enough to keep the run's page in the UI quick.
 QUERIES_PER_RUN = 64
+# Subsets of one run: a block of the widest batch, twice.
+SUBSETS_PER_RUN = 256
 
 
 class RunFailedError(MagicError):
@@ -65,7 +68,7 @@ def run_experiment(
 
 class _Running:
     def __init__(self, instance: dg.DagsterInstance, experiment: Experiment, queries: Sequence[str] | None) -> None:
-        self.instance, self.assets = instance, ExperimentAssets.of(experiment)
+        self.instance, self.experiment, self.assets = instance, experiment, ExperimentAssets.of(experiment)
         self.outcome = Outcome(marked=mark_dead_runs(instance))
         self.repository = build_definitions(experiment.folder).get_repository_def()
         self.opened = opened_once(experiment)
@@ -79,6 +82,7 @@ class _Running:
         self._walk()
         self._score()
         self._collect()
+        self._validate()
         return self.outcome
 
     def _train(self) -> bool:
@@ -136,6 +140,37 @@ class _Running:
         if any(status.scores_digest is not None for status in query_statuses(self.opened)):
             self._execute(self.assets.matrix)
 
+    def _validate(self) -> None:
+        """What the file's validation section asks for, once there are scores to validate."""
+        from magic_pipeline.attribution import validation
+        from magic_pipeline.attribution.status import query_statuses
+
+        section, opened = self.experiment.validation, self.opened
+        if section.smoothness is not None:
+            self._execute_unless_recorded(self.assets.smoothness, validation.smoothness_digest(opened))
+        if section.lds is not None:
+            self._retrain_subsets()
+            digest = validation.lds_digest(opened)
+            if digest is not None:
+                self._execute_unless_recorded(self.assets.lds, digest)
+        if section.removal is not None and any(query.complete for query in query_statuses(opened)):
+            self._execute_unless_recorded(self.assets.removal, validation.removal_digest(opened))
+
+    def _retrain_subsets(self) -> None:
+        from magic_pipeline.attribution.validation import finished_subsets, held_subsets
+
+        recorded, finished = recorded_versions(self.instance, self.assets.subsets), finished_subsets(self.opened)
+        held, order = held_subsets(self.opened), subset_keys(self.experiment)
+        self.outcome.held |= held
+        todo = {key for key in order if key not in finished or recorded.get(key) != finished[key].digest}
+        for block in contiguous_blocks(order, todo - held.keys(), SUBSETS_PER_RUN):
+            self._execute(self.assets.subsets, (block[0], block[-1]), len(block), "subsets")
+
+    def _execute_unless_recorded(self, key: dg.AssetKey, digest: str | None) -> None:
+        """Executes an asset without partitions, unless the event log has this very version of it."""
+        if digest is None or recorded_version(self.instance, key) != digest:
+            self._execute(key)
+
     def _execute_blocks(
         self, key: dg.AssetKey, unfinished: Collection[str], bounds: Callable[[str, str], tuple[str, str]]
     ) -> None:
@@ -143,9 +178,11 @@ class _Running:
         for block in contiguous_blocks(order, unfinished, QUERIES_PER_RUN):
             self._execute(key, bounds(block[0], block[-1]), len(block))
 
-    def _execute(self, key: dg.AssetKey, partitions: tuple[str, str] | None = None, count: int = 1) -> None:
+    def _execute(
+        self, key: dg.AssetKey, partitions: tuple[str, str] | None = None, count: int = 1, what: str = "queries"
+    ) -> None:
         name = key.path[-1]
-        logger.info("%s%s", name, f": {count} queries" if partitions is not None else "")
+        logger.info("%s%s", name, f": {count} {what}" if partitions is not None else "")
         run = execute_asset(self.instance, self.repository, key, partitions)
         self.outcome.runs.append((name, count, run.run_id))
         if not run.is_success:

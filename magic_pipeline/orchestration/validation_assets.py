@@ -1,0 +1,257 @@
+"""The assets of an experiment's `validation:` section: `retrained_subsets` (partitioned by subset), `linear_datamodeling_score`,
+`removal_curves` and `metasmoothness`. Each is there only if the section asks for it."""
+
+# No postponed annotations here: Dagster compares the annotation of `context` itself.
+
+import time
+from collections.abc import Callable, Iterator
+from typing import TYPE_CHECKING, Any
+
+import dagster as dg
+
+from magic_pipeline.attribution.bank import subset_labels
+from magic_pipeline.attribution.experiment import Experiment
+from magic_pipeline.attribution.observing import Event, RetrainingsComplete
+from magic_pipeline.errors import HeldError, InputError, InterruptedWalkError
+from magic_pipeline.orchestration.asset_versions import ENGINE_VERSION, REPORT_VERSION
+from magic_pipeline.orchestration.instance import GPU_POOL
+from magic_pipeline.orchestration.interrupts import deferred_interrupts
+from magic_pipeline.orchestration.materializations import Input, log_partition
+from magic_pipeline.orchestration.operating import opened_once, operating, wait_while_held
+from magic_pipeline.orchestration.partitions import ExperimentAssets, planned_keys
+from magic_pipeline.orchestration.progress import RunProgress
+
+if TYPE_CHECKING:
+    from magic_pipeline.attribution.opening import OpenExperiment
+    from magic_pipeline.attribution.validation import Report
+
+
+def subset_keys(experiment: Experiment) -> list[str]:
+    """The partitions of `retrained_subsets`: every subset of every drop fraction."""
+    lds = experiment.validation.lds
+    if lds is None:
+        return []
+    return [label for fraction in lds.drop_fraction for label in subset_labels(fraction, lds.subsets)]
+
+
+def validation_assets(experiment: Experiment) -> list[dg.AssetsDefinition]:
+    """What the section asks for."""
+    section, found = experiment.validation, list[dg.AssetsDefinition]()
+    if section.lds is not None:
+        found += [subsets_asset(experiment), lds_asset(experiment)]
+    if section.removal is not None:
+        found.append(removal_asset(experiment))
+    if section.smoothness is not None:
+        found.append(smoothness_asset(experiment))
+    return found
+
+
+def subsets_asset(experiment: Experiment) -> dg.AssetsDefinition:
+    """Retrains without random subsets, block by block; reports each as soon as its block is sealed."""
+    assets = ExperimentAssets.of(experiment)
+
+    @dg.asset(
+        key=assets.subsets,
+        group_name=experiment.name,
+        description=(
+            "The model trained again, in the same order, without a random subset of the examples: one partition a subset. "
+            "Interrupted, it goes on; finished retrainings are never made again."
+        ),
+        deps=[assets.trajectory],
+        partitions_def=dg.StaticPartitionsDefinition(subset_keys(experiment)),
+        backfill_policy=dg.BackfillPolicy.single_run(),
+        output_required=False,
+        kinds={"pytorch"},
+        pool=GPU_POOL,
+        code_version=ENGINE_VERSION,
+    )
+    def retrained_subsets(context: dg.AssetExecutionContext) -> Iterator[Any]:
+        with operating(context):
+            _Subsets(context, assets, opened_once(experiment), list(planned_keys(context))).run()
+        yield from ()
+
+    return retrained_subsets
+
+
+class _Subsets:
+    """One run over the subsets of `planned`."""
+
+    def __init__(
+        self,
+        context: dg.AssetExecutionContext,
+        assets: ExperimentAssets,
+        opened: "OpenExperiment",
+        planned: list[str],
+    ) -> None:
+        self.context, self.assets, self.opened = context, assets, opened
+        self.progress, self.unreported = RunProgress(context), dict.fromkeys(planned)
+
+    def run(self) -> None:
+        from magic_pipeline.attribution.validation import retrain_subsets
+
+        self._report(again=True)
+
+        def work(should_stop: Callable[[], bool]) -> None:
+            retrain_subsets(self.opened, list(self.unreported), observe=self._observe, should_stop=should_stop)
+
+        if self.unreported:
+            _while_held(self.progress, work)
+        self._report(again=True)
+        if self.unreported:
+            raise InputError(
+                f"the experiment has no subset {next(iter(self.unreported))}; its partitions follow its file",
+                field="validation",
+            )
+
+    def _observe(self, event: Event) -> None:
+        self.progress(event)
+        if isinstance(event, RetrainingsComplete):
+            self._report(again=False)
+
+    def _report(self, *, again: bool) -> None:
+        from magic_pipeline.attribution.status import trajectory_status
+        from magic_pipeline.attribution.validation import finished_subsets
+
+        made_from = Input(self.assets.trajectory, trajectory_status(self.opened).digest or "unknown")
+        for label, run in finished_subsets(self.opened).items():
+            if label not in self.unreported:
+                continue
+            diverged = {} if run.result.diverged_at is None else {"diverged_at_step": run.result.diverged_at}
+            metadata = {"subset": label, "weights_digest": run.result.digest, **diverged}
+            if not again:
+                metadata |= self.progress.metadata()
+            log_partition(
+                self.context,
+                label,
+                version=run.digest,
+                made_from=made_from,
+                metadata=metadata | {"measurements": dict(list(run.result.measurements.items())[:20])},
+                reported_again=again,
+            )
+            del self.unreported[label]
+
+
+def lds_asset(experiment: Experiment) -> dg.AssetsDefinition:
+    """Compares predicted with true changes of every finished query."""
+    assets = ExperimentAssets.of(experiment)
+
+    @dg.asset(
+        key=assets.lds,
+        group_name=experiment.name,
+        description=(
+            "The linear datamodeling score: per query, how well the scores rank what retraining on random subsets does "
+            "(Spearman), with bootstrap intervals over the subsets; Pearson and slope for the magnitudes."
+        ),
+        deps=[assets.subsets, assets.matrix],
+        code_version=REPORT_VERSION,
+    )
+    def linear_datamodeling_score(context: dg.AssetExecutionContext) -> dg.MaterializeResult[Any]:
+        from magic_pipeline.attribution.linear_datamodeling import LinearDatamodelingScore
+        from magic_pipeline.attribution.validation import write_lds
+        from magic_pipeline.attribution.validation_tables import lds_markdown, summary
+
+        with operating(context):
+            opened = opened_once(experiment)
+            report = write_lds(opened)
+            tables = [LinearDatamodelingScore.from_dict(table) for table in report.content]
+            numbers: dict[str, Any] = {}
+            for table in tables:
+                name = f"drop_{table.drop_fraction:g}"
+                numbers[f"{name}_subsets"] = f"{table.subsets} of {table.of}"
+                numbers[f"{name}_undefined_queries"] = table.undefined
+                if table.defined:
+                    numbers |= {f"{name}_mean_lds": table.mean, f"{name}_low": table.low, f"{name}_high": table.high}
+            return _result(
+                opened,
+                report,
+                {
+                    "summary": "\n".join(map(summary, tables)),
+                    "table": dg.MetadataValue.md(lds_markdown(tables)),
+                    **numbers,
+                },
+            )
+
+    return linear_datamodeling_score
+
+
+def removal_asset(experiment: Experiment) -> dg.AssetsDefinition:
+    """Retrains without each query's most helpful examples."""
+    assets = ExperimentAssets.of(experiment)
+
+    @dg.asset(
+        key=assets.removal,
+        group_name=experiment.name,
+        description="Each query after training without its k most helpful examples, against k random ones.",
+        deps=[assets.matrix],
+        kinds={"pytorch"},
+        pool=GPU_POOL,
+        code_version=REPORT_VERSION,
+    )
+    def removal_curves(context: dg.AssetExecutionContext) -> dg.MaterializeResult[Any]:
+        from magic_pipeline.attribution.validation import write_removal_curves
+        from magic_pipeline.attribution.validation_tables import removal_lines
+
+        with operating(context):
+            opened = opened_once(experiment)
+            report = _worked(RunProgress(context), lambda **keywords: write_removal_curves(opened, **keywords))
+            lines = "\n".join(removal_lines(report.content))
+            return _result(opened, report, {"table": dg.MetadataValue.md(f"```\n{lines}\n```")})
+
+    return removal_curves
+
+
+def smoothness_asset(experiment: Experiment) -> dg.AssetsDefinition:
+    """Trains with the data weights moved by 0, h and 2h. It needs nothing, so it can be asked before anything else."""
+    assets = ExperimentAssets.of(experiment)
+
+    @dg.asset(
+        key=assets.smoothness,
+        group_name=experiment.name,
+        description="Whether training answers steadily to the data weights (metasmoothness); scores predict only then.",
+        kinds={"pytorch"},
+        pool=GPU_POOL,
+        code_version=ENGINE_VERSION,
+    )
+    def metasmoothness(context: dg.AssetExecutionContext) -> dg.MaterializeResult[Any]:
+        from magic_pipeline.attribution.validation import write_metasmoothness
+        from magic_pipeline.attribution.validation_tables import smoothness_line
+
+        with operating(context):
+            opened = opened_once(experiment)
+            report = _worked(RunProgress(context), lambda **keywords: write_metasmoothness(opened, **keywords))
+            mean = report.content["mean"]
+            number = {} if mean is None else {"metasmoothness": mean}
+            return _result(opened, report, {"summary": smoothness_line(report.content), **number})
+
+    return metasmoothness
+
+
+def _result(opened: "OpenExperiment", report: "Report", metadata: dict[str, Any]) -> dg.MaterializeResult[Any]:
+    facts = {
+        "reported_again": report.found,
+        "digest": report.digest,
+        "fingerprint": opened.fingerprint,
+        "files": [f"{opened.store.url}/{path}" for path in report.paths],
+    }
+    return dg.MaterializeResult(data_version=dg.DataVersion(report.digest), metadata=metadata | facts)
+
+
+def _worked(progress: RunProgress, write: "Callable[..., Report]") -> "Report":
+    """The report, after waiting for whoever holds a block of its bank."""
+    made: list[Report] = []
+    _while_held(progress, lambda should_stop: made.append(write(observe=progress, should_stop=should_stop)))
+    return made[0]
+
+
+def _while_held(progress: RunProgress, work: Callable[[Callable[[], bool]], None]) -> None:
+    """Works until it is done; a live process that holds a part is waited for."""
+    since = time.monotonic()
+    with deferred_interrupts() as should_stop, progress.watched():
+        while True:
+            try:
+                work(should_stop)
+                return
+            except HeldError as error:
+                wait_while_held(error, since=since, should_stop=should_stop)
+                if should_stop():
+                    raise InterruptedWalkError("stopped while waiting for another process") from error
