@@ -25,7 +25,7 @@ from tests.attribution.small_task import SmallTask
 
 Undisturbed = Callable[..., Tensor]
 # The queries of this task are not part of its settings, so that there can be new ones of the same training.
-TASK: dict[str, Any] = {"type": "linear_regression", "examples": 12, "features": 2}
+TASK: dict[str, Any] = {"type": "linear_regression", "examples": 12, "features": 7}
 
 
 def asked(folder: Path, count: int, **changes: Any) -> OpenExperiment:
@@ -91,7 +91,9 @@ def test_a_new_query_trains_again_to_the_same_bits_and_finished_ones_are_not_wal
     trajectory = trajectory_status(opened)
     free_states(opened)
     # Other settings change nothing: what was sealed decides.
-    more = asked(tmp_path / "freed", 3, attribution={"segment_steps": 1, "threads": 2})
+    changed = {"attribution": {"segment_steps": 1, "threads": 2}, "training": {"microbatch_size": 1}}
+    more = asked(tmp_path / "freed", 3, **changed)
+    assert more.fingerprint == opened.fingerprint
     events: list[Event] = []
     found = run(more, observe=events.append)
     assert trajectory_status(more) == trajectory
@@ -123,7 +125,7 @@ def test_making_them_again_may_be_stopped_and_goes_on(tmp_path: Path) -> None:
 
 
 def test_only_the_missing_states_are_made_again(trained_folder: Path, undisturbed: Undisturbed) -> None:
-    opened = open_small(trained_folder)
+    opened = open_small(trained_folder, training={"microbatch_size": 1})  # what was sealed decides
     chain = opened.trajectory_chain
     for name in chain.sealed():
         if name.step in (0, 4):
@@ -194,6 +196,9 @@ def test_walks_over_a_trajectory_that_is_lost_are_foreign_to_a_new_one(
     assert all("trajectory: expected" in finding.problem for finding in foreign)
     # The results of the former trajectory stay until there are new ones.
     assert not any("complete" in path for one in collect(other.experiment).freed for path in one.paths)
+    walk(other, keys(other))
+    done = collect(other.experiment, older_than=0, free=True)
+    assert not any("/scores/" in path for one in done.freed for path in one.paths)  # there are no newer ones yet
     assert relative_error(run(other), undisturbed()) < 1e-10
     write_score_matrix(other)
     done = collect(other.experiment, older_than=0, free=True)

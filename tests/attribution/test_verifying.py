@@ -159,11 +159,12 @@ def test_what_is_removed_while_it_is_read_is_no_damage(trained_folder: Path, mon
     with chain.take() as lease:
         facts = {"training": opened.fingerprint, "query": opened.queries[0].digest}
         sealed = [lease.seal(step, {"rank0": TENSORS}, facts) for step in (5, 4, 3)]
-    manifest, store = Chain.manifest, opened.store
+    manifest, store, looks = Chain.manifest, opened.store, list[int]()
 
     def retired_meanwhile(self: Chain, name: SealedName) -> Any:
         found = manifest(self, name)
-        if name.step == 5 and store.exists(sealed[0].path):
+        looks.append(name.step)
+        if looks.count(5) == 2 and store.exists(sealed[0].path):  # the second look is the audit's
             store.delete(sealed[0].path)
             store.delete(f"{chain.blobs}/{sealed[0].blobs['rank0'].name}")
         return found
