@@ -9,8 +9,11 @@ from typing import Any
 
 import pytest
 
+from magic_pipeline.attribution.collecting import collect
+from magic_pipeline.attribution.deleting import delete
 from magic_pipeline.attribution.experiment import load_experiment
 from magic_pipeline.attribution.inventory import date_text, inventory_of, role_of
+from magic_pipeline.attribution.validation import retrain_subsets, write_lds
 from magic_pipeline.attribution.verifying import Finding, verify_experiment, verify_stored
 from magic_pipeline.checkpoints import Chain, SealedName
 from tests.attribution.clutter import (
@@ -104,6 +107,27 @@ def test_the_names_of_all_that_is_written_are_known(tmp_path: Path) -> None:
 )
 def test_a_role_is_told_by_the_name(path: str, role: str | None) -> None:
     assert role_of(path) == role
+
+
+def test_the_validations_retrainings_are_read_and_cleaned_and_deleted_too(tmp_path: Path) -> None:
+    opened = open_small(tmp_path, validation={"lds": {"subsets": 4, "drop_fraction": 0.25}})
+    run(opened)
+    retrain_subsets(opened)
+    write_lds(opened)
+    found = verify_experiment(opened)
+    assert found.findings == ()
+    assert collect(opened.experiment, older_than=0).freed == ()
+    blocks = [path for path in tree(opened) if "/blocks/" in path and "/blobs/" in path]
+    assert blocks
+    chain = Chain(opened.store, blocks[0].rpartition("/blobs/")[0], writers=opened.layout.writers)
+    orphan = leave_blob(chain, ended_process())
+    assert of_kind(verify_experiment(opened).findings, "orphaned") == {orphan}
+    collect(opened.experiment, older_than=0, free=True)
+    assert verify_experiment(opened).findings == ()
+    (Path(opened.store.url) / blocks[0]).write_bytes(b"")
+    assert of_kind(verify_experiment(opened).findings, "damaged") == {blocks[0]}
+    delete(opened.experiment, really=True)
+    assert tree(opened) == {}
 
 
 def test_checkpoints_of_other_work_and_of_another_schema_are_foreign(tmp_path: Path) -> None:
