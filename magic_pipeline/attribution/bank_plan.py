@@ -9,7 +9,7 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 import torch
@@ -22,7 +22,15 @@ from magic_pipeline.attribution.training import versions
 from magic_pipeline.attribution.walk_planner import memory_budget
 from magic_pipeline.checkpoints.store import Store
 from magic_pipeline.errors import DamagedObjectError, InputError, MissingObjectError, ObjectExistsError
-from magic_pipeline.metagradient.batched_training import batched_step, repeated, separate_step
+from magic_pipeline.metagradient.batched_training import (
+    batched_gradient,
+    batched_step,
+    repeated,
+    run_of,
+    separate_step,
+)
+from magic_pipeline.metagradient.ranks import Ranks
+from magic_pipeline.metagradient.step import train_step
 
 logger = logging.getLogger("magic_pipeline.attribution")
 
@@ -170,14 +178,19 @@ def _check_batched_step(opened: OpenExperiment, bank: Bank, microbatch_size: int
     labels = bank.labels[:2]
     weights, shards = weights_of(opened, bank, labels), opened.shards(0, microbatch_size)
     start = repeated(opened.recipe, opened.initial_state, 2)
-    made = batched_step(opened.recipe, start, shards, weights)[0].flat()
+    grads, after = batched_gradient(opened.recipe, start, shards, weights)
+    whole, one_rank = [replace(shard, rank=0) for shard in shards], replace(opened.recipe, ranks=Ranks())
     tolerance = _TOLERANCE[opened.recipe.model.dtype]
-    for name, alone in separate_step(opened.recipe, start, shards, weights)[0].flat().items():
-        together = made[name]
-        off = float((together - alone).abs().max()) if alone.numel() else 0.0
-        scale = float(alone.abs().max()) if alone.numel() else 0.0
-        if not off <= tolerance * max(scale, 1e-12):
-            raise InputError(f"batched over parameters, the model computes something else ({name} is {off:.2g} off)")
+    for run in range(2):
+        _, record = train_step(one_rank, run_of(start, run), whole, weights[run])
+        off = abs(float(after.losses[run]) - record.loss) / max(abs(record.loss), 1e-30)
+        # Relative to the largest of all: a parameter whose gradient is 0 has nothing but rounding in it.
+        scale = max((float(g.abs().max()) for g in record.grads.values() if g.numel()), default=0.0)
+        for name, alone in record.grads.items():
+            if alone.numel() and scale > 0:
+                off = max(off, float((grads[name][run] - alone).abs().max()) / scale)
+        if not off <= tolerance:
+            raise InputError(f"batched over parameters, the model computes something else (by {off:.2g}, relative)")
 
 
 def _bytes_per_run(opened: OpenExperiment) -> int:

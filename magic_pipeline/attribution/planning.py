@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 
+from magic_pipeline.attribution.fragility import fragile_settings
 from magic_pipeline.attribution.opening import OpenExperiment
 from magic_pipeline.attribution.status import query_statuses, trajectory_status
 from magic_pipeline.attribution.training import chosen_threads, step_flops
@@ -34,6 +35,7 @@ class Plan:
         checkpoint_bytes: one query's sealed checkpoint; two generations are kept while it is walked.
         at_risk_seconds: the work that a kill costs at most: one segment.
         chunk: queries per batched call, as measured now; a walk measures again when it seals its plan.
+        fragile: settings that are known to make exact scores predict retraining poorly.
     """
 
     experiment: str
@@ -63,6 +65,7 @@ class Plan:
     checkpoint_bytes: int
     stored_bytes: int
     at_risk_seconds: float
+    fragile: tuple[str, ...]
 
     def as_dict(self) -> dict[str, Any]:
         return asdict(self)
@@ -87,6 +90,11 @@ class Plan:
             f"             {_bytes(self.checkpoint_bytes)} (two are kept while it is walked)",
             f"at risk      {_duration(self.at_risk_seconds)} of work if the run is killed",
         ]
+        lines += [f"fragile      {line}" for line in self.fragile]
+        if self.fragile:
+            lines.append(
+                "             look at metasmoothness first: validation: {smoothness: {}}, then magic-pipeline validate"
+            )
         return lines if left else [line for line in lines if not line.startswith("at risk")]
 
 
@@ -148,6 +156,7 @@ def _plan(opened: OpenExperiment, threads: int) -> Plan:
         checkpoint_bytes=checkpoint,
         stored_bytes=trajectory_bytes + 2 * checkpoint * max(groups, default=0) + _scores_bytes(opened, len(queries)),
         at_risk_seconds=at_risk * max(per_step, default=step_seconds),
+        fragile=fragile_settings(opened),
     )
 
 

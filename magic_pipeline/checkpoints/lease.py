@@ -80,11 +80,13 @@ def take(chain: Chain, holder: Holder | None = None) -> Lease:
             except ObjectExistsError:
                 continue  # another process took it between the look and the write: now ask for that one
         undo.pop_all()
-    lease = Lease(chain, epoch + 1, holder, heartbeat)
-    try:
-        lease.discard_unfinished()
-    except StorageError as error:  # only space is lost; the lease is taken all the same
-        logger.warning("%s/%s: what killed writers left stays: %s", chain.store.url, chain.folder, error)
+        # From here on an interrupt gives it back: a process that goes on would else keep everybody waiting.
+        lease = undo.enter_context(Lease(chain, epoch + 1, holder, heartbeat))
+        try:
+            lease.discard_unfinished()
+        except StorageError as error:  # only space is lost; the lease is taken all the same
+            logger.warning("%s/%s: what killed writers left stays: %s", chain.store.url, chain.folder, error)
+        undo.pop_all()
     return lease
 
 

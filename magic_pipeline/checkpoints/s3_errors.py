@@ -35,7 +35,6 @@ _REFUSED = frozenset(
         "InvalidClientTokenId",
         "NotSignedUp",
         "SignatureDoesNotMatch",
-        "RequestTimeTooSkewed",
         "UnauthorizedAccess",
     ]
 )
@@ -182,6 +181,8 @@ def _unwilling(error: Exception, code: str, status: int, reason: str, name: str)
     """The server answered that it will not do it, or not now."""
     if code in _FULL or status == 507:
         return StorageFullError(f"{name}: no space left: {reason}; free space or raise the quota, and run again")
+    if code == "RequestTimeTooSkewed":
+        return CredentialsError(f"{name}: access is refused: {reason}: this machine's clock or the server's is wrong")
     if code in _REFUSED or status in (401, 403):
         return CredentialsError(f"{name}: access is refused: {reason}")
     if code == "NotImplemented" or status == 501:

@@ -55,6 +55,22 @@ def batched_step(
         InputError: the batch has a denominator of 0.
         RuntimeError: torch.func.vmap does not take an operation of the model.
     """
+    grads, after = batched_gradient(recipe, state, shards, weights)
+    with torch.no_grad():
+        clipped = _clip_each(grads, recipe.clip_norm)
+        moved, slots = recipe.optimizer.update(
+            state.params, state.slots, clipped, recipe.learning_rates[state.step], state.step
+        )
+    return TrainState(state.step + 1, moved, slots, after.buffers, after.counters), after.losses
+
+
+def batched_gradient(
+    recipe: Recipe, state: TrainState, shards: Sequence[Shard], weights: Tensor
+) -> tuple[Tensors, Losses]:
+    """Every run's gradient before clipping `[runs, *shape]`, and its losses `[runs]`, buffers and counters after the step.
+
+    Arguments and errors as `batched_step`.
+    """
     denominator = total_denominator([replace(shard, rank=0) for shard in shards], state.step, _ONE_RANK)
     params = leaves(state.params)
     buffers, counters = state.buffers, state.counters
@@ -70,13 +86,8 @@ def batched_step(
         for (name, before), part in zip(grads.items(), parts, strict=True):
             grads[name] = part if before is None else before if part is None else before + part
         buffers, counters = {n: b.detach() for n, b in out.buffers.items()}, out.counters
-    with torch.no_grad():
-        whole = {n: torch.zeros_like(state.params[n]) if g is None else g for n, g in grads.items()}
-        clipped = _clip_each(whole, recipe.clip_norm)
-        moved, slots = recipe.optimizer.update(
-            state.params, state.slots, clipped, recipe.learning_rates[state.step], state.step
-        )
-    return TrainState(state.step + 1, moved, slots, buffers, counters), total
+    whole = {name: torch.zeros_like(state.params[name]) if g is None else g for name, g in grads.items()}
+    return whole, Losses(total, buffers, counters)
 
 
 def separate_step(

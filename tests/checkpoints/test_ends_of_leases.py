@@ -119,3 +119,20 @@ def test_storages_of_one_name_at_two_endpoints_get_a_heartbeat_each(
     for lease in leases:
         lease.release()
     assert stores[0].list("writers") == []
+
+
+def test_an_interrupt_while_a_lease_is_taken_leaves_it_free_for_others(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What killed writers left is looked for once the lease is taken, and on a network that takes its time."""
+    store = Store(str(tmp_path))
+    chain = Chain(store, "q", writers="writers")
+
+    def interrupted(folder: str) -> list[str]:
+        raise Preempted
+
+    with monkeypatch.context() as broken:
+        broken.setattr(store.sink, "unfinished", interrupted)
+        with pytest.raises(Preempted):
+            chain.take()
+    assert store.exists(chain.released_path(1)) and store.list("writers") == []

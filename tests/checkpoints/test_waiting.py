@@ -15,7 +15,7 @@ from pathlib import Path
 import pytest
 
 from magic_pipeline.checkpoints import Chain, Store
-from magic_pipeline.errors import InputError, StorageError, StorageFullError
+from magic_pipeline.errors import CredentialsError, InputError, StorageError, StorageFullError
 from tests.checkpoints.contract import FACTS, same_bits, state
 from tests.checkpoints.sink_contract import content, publish, read
 from tests.servers.faulty import Answer, FaultyProxy, faulty
@@ -70,6 +70,12 @@ def test_a_server_that_knows_no_conditions_is_written_to_all_the_same(
     assert "CANNOT CREATE OBJECTS EXCLUSIVELY" in caplog.text
     found = lease.chain.newest(FACTS, order="lowest")
     assert found and same_bits(found.tensors("rank0"), state(4))
+
+
+def test_a_wrong_clock_is_called_so(store: Store, proxy: FaultyProxy) -> None:
+    proxy.strike(Answer(403, "RequestTimeTooSkewed"), times=None)
+    with pytest.raises(CredentialsError, match=r"a.json: access is refused: .*this machine's clock or the server's"):
+        store.create_json("a.json", {})
 
 
 class Untrusted(http.server.ThreadingHTTPServer):

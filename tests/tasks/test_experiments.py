@@ -15,7 +15,7 @@ FOLDER = Path(__file__).parents[2] / "experiments"
 
 @pytest.mark.parametrize(
     ("name", "examples", "queries", "steps"),
-    [("digits", 1500, 12, 60), ("stdlib_lm", 640, 6, 40), ("own_model", 150, 6, 60)],
+    [("digits", 1500, 12, 60), ("digits_conv", 1500, 10, 60), ("stdlib_lm", 640, 6, 40), ("own_model", 150, 6, 60)],
 )
 def test_a_shipped_experiment_opens(name: str, examples: int, queries: int, steps: int) -> None:
     opened = open_experiment(load_experiment(FOLDER / f"{name}.yaml"))
