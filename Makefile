@@ -36,6 +36,10 @@ check: $(INSTALLED)
 
 faults: $(INSTALLED)
 	$(RUN) tests.faults.campaign
+	$(RUN) tests.faults.crashes
+	@if [ -x $(VENV)/bin/weed ]; then set -x; $(RUN) tests.faults.crashes --storage seaweedfs --stride 5 --doubles 5; \
+	  else echo "SeaweedFS is not installed (make servers): its crashes are left out"; fi
+	$(RUN) tests.faults.gangs --tries 8
 
 bench: $(INSTALLED)
 	$(VENV)/bin/python benchmarks/walk.py

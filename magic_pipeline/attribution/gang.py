@@ -120,7 +120,9 @@ class _Child:
     @property
     def is_silent(self) -> bool:
         """Whether it has ended without a word: nothing that it said is still to be heard."""
-        return self.process.poll() is not None and not self.done and self.error is None
+        if self.process.poll() is None or self.done or self.error is not None:
+            return False
+        return self.messages.closed or not self.messages.poll()
 
 
 @dataclass
@@ -184,7 +186,7 @@ class _Gang:
             if self._hear(_POLL):
                 heard = time.monotonic()
             self._pass_on_stop()
-            if any(child.error is not None or child.is_silent for child in self.children):
+            if self._has_failed():
                 raise self._cause()
             if time.monotonic() - heard > 60 * minutes:
                 raise self._stalled()
@@ -223,18 +225,20 @@ class _Gang:
         if self.stopping_since is not None and time.monotonic() - self.stopping_since > grace:
             raise GangError(f"the processes did not stop within {grace:g} s, and are ended; what was sealed stays")
 
+    def _has_failed(self) -> bool:
+        return any(child.error is not None or child.is_silent for child in self.children)
+
     def _cause(self) -> BaseException:
         """What went wrong first: a process that was killed says nothing, and the others complain about it later."""
         until = time.monotonic() + _LAST_WORDS
-        while time.monotonic() < until and not all(child.messages.closed for child in self.children):
-            if any(child.is_silent and child.messages.closed for child in self.children):
+        while time.monotonic() < until and any(not child.done and child.error is None for child in self.children):
+            if any(child.is_silent for child in self.children):
                 break
             self._hear(_POLL)
         for number, child in enumerate(self.children):
             if child.is_silent:
                 return self._without_a_word(number, child)
-        _, first = min((child.error for child in self.children if child.error is not None), key=lambda error: error[0])
-        return first
+        return min((child.error for child in self.children if child.error is not None), key=lambda error: error[0])[1]
 
     def _without_a_word(self, number: int, child: _Child) -> BaseException:
         code = child.process.returncode
@@ -256,7 +260,7 @@ class _Gang:
 
     def _end(self) -> None:
         """No child is left when this returns, nor what its task has started in its session."""
-        failed = any(child.error is not None or child.is_silent for child in self.children)
+        failed = self._has_failed()
         for child in self.children:
             if not child.done:
                 self._signal(child, signal.SIGTERM)

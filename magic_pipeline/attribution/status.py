@@ -120,7 +120,9 @@ def stored_status(experiment: Experiment) -> tuple[StoredExperiment, ...]:
         try:
             description = store.read_json(layout.description)
         except (MissingObjectError, DamagedObjectError) as error:
-            logger.warning("%s/%s is passed over: %s", store.url, layout.root, error)
+            # Some servers go on listing a folder for a while after its last object was deleted.
+            if next(iter(store.tree(layout.root)), None) is not None:
+                logger.warning("%s/%s is passed over: %s", store.url, layout.root, error)
             continue
         found.append(_stored_experiment(store, layout, description))
     return tuple(sorted(found, key=lambda one: one.created_unix, reverse=True))

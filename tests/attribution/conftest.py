@@ -16,6 +16,7 @@ from torch import Tensor
 from magic_pipeline.attribution.training import train
 from tests.attribution.running import open_small, run
 from tests.servers.s3_server import S3Server
+from tests.servers.seaweedfs import weed
 
 
 @pytest.fixture(scope="session")
@@ -51,12 +52,12 @@ def trained_folder(_trained: Path, tmp_path: Path) -> Path:
     return Path(shutil.copytree(_trained, tmp_path / "trained"))
 
 
-@pytest.fixture(params=["local", "memory", "moto", "seaweedfs"])
+@pytest.fixture(params=["local", "memory", "s3"])
 def any_storage(request: pytest.FixtureRequest) -> dict[str, Any]:
-    """Changes of an experiment file that put it on each kind of storage."""
+    """Changes of an experiment file that put it on each kind of storage; S3 is SeaweedFS where it is installed, else moto."""
     if request.param == "local":
         return {"storage": "store"}
     if request.param == "memory":
         return {"storage": f"memory://{uuid.uuid4().hex}"}
-    server: S3Server = request.getfixturevalue({"moto": "moto_s3"}.get(request.param, request.param))
+    server: S3Server = request.getfixturevalue("moto_s3" if weed() is None else "seaweedfs")
     return {"storage": server.bucket_url(), "storage_options": dict(server.options)}

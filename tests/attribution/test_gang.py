@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import json
 import os
 import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -16,15 +18,20 @@ import pytest
 import torch
 from torch import Tensor
 
+from magic_pipeline.attribution import gang
 from magic_pipeline.attribution.gang import processes_of, train_together, walk_together
 from magic_pipeline.attribution.observing import CheckpointSealed, Event, QueryComplete, WalkProgress
 from magic_pipeline.attribution.opening import OpenExperiment
 from magic_pipeline.attribution.status import query_statuses
+from magic_pipeline.attribution.training import train
 from magic_pipeline.attribution.verifying import verify_experiment
-from magic_pipeline.errors import GangError, InterruptedWalkError, NonFiniteError
+from magic_pipeline.checkpoints.holder import Holder
+from magic_pipeline.errors import GangError, HeldError, InputError, InterruptedWalkError, NonFiniteError
+from tests.attribution.gang_tasks import FAIL, SLEEPERS
 from tests.attribution.running import TASKS, keys, open_small, run, same_bits, scores
 
 ROOT = Path(__file__).parents[2]
+GANG_TASKS = "tests.attribution.gang_tasks"
 RANKS: dict[str, Any] = {"ranks": 2, "training": {"clip_norm": 0.3, "microbatch_size": 1}}
 
 
@@ -58,14 +65,17 @@ def test_one_process_that_is_killed_ends_all_and_a_rerun_by_another_number_goes_
     tmp_path: Path, alone: Tensor
 ) -> None:
     opened = open_small(tmp_path, **RANKS, processes=2)
-    train_together(opened)
+    train(open_small(tmp_path, **RANKS, processes=1))
+    killed_at: list[float] = []
 
     def kill(event: Event) -> None:
         if isinstance(event, WalkProgress) and event.step == 3:
             children()[-1].send_signal(signal.SIGKILL)
+            killed_at.append(time.monotonic())
 
     with pytest.raises(GangError, match=r"process [01] of the gang was ended by SIGKILL"):
         walk_together(opened, keys(opened), observe=kill)
+    assert time.monotonic() - killed_at[0] < 10
     assert children() == []
     assert {query.step for query in query_statuses(opened)} <= {4, 2}
     one = open_small(tmp_path, **RANKS, processes=1)
@@ -73,28 +83,47 @@ def test_one_process_that_is_killed_ends_all_and_a_rerun_by_another_number_goes_
     assert verify_experiment(opened).findings == ()
 
 
-def test_a_walk_begun_by_one_process_is_finished_by_two_after_a_request_to_stop(tmp_path: Path, alone: Tensor) -> None:
+def test_a_walk_of_one_process_goes_on_in_two_one_segment_back_where_a_blob_is_damaged(
+    tmp_path: Path, alone: Tensor, caplog: pytest.LogCaptureFixture
+) -> None:
     one = open_small(tmp_path, **RANKS, processes=1)
-    train_together(one)
+    train(one)
     steps = iter(range(100))
     with pytest.raises(InterruptedWalkError):
-        walk_together(one, keys(one), should_stop=lambda: next(steps) == 3)
-    assert {query.step for query in query_statuses(one)} == {4}
+        walk_together(one, keys(one), should_stop=lambda: next(steps) == 7)
+    before = [query.step for query in query_statuses(one)]
+    damaged = damage_newest(one, "rank1")
     two = open_small(tmp_path, **RANKS, processes=2)
-    seen: list[Event] = []
+    seen: list[WalkProgress] = []
 
-    def stop() -> bool:
-        return any(isinstance(event, WalkProgress) for event in seen)
+    def see(event: Event) -> None:
+        seen.extend([event] if isinstance(event, WalkProgress) else [])
 
     with pytest.raises(InterruptedWalkError, match="a rerun goes on from there"):
-        walk_together(two, keys(two), observe=seen.append, should_stop=stop)
+        walk_together(two, keys(two), observe=see, should_stop=lambda: bool(seen))
+    resumed = [seen[0].resumed_from[key] for key in keys(two)]
+    assert resumed[1:] == before[1:] and resumed[0] is not None and before[0] is not None
+    assert before[0] < resumed[0] <= before[0] + 2
+    assert "process 0: " in caplog.text and f"{damaged}: expected digest" in caplog.text
     assert children() == []
     assert same_bits(together(two), alone)
 
 
+def damage_newest(opened: OpenExperiment, part: str) -> str:
+    """Flips a bit in this part of the first query's newest checkpoint; the blob's name."""
+    chain = opened.query_chain(opened.queries[0])
+    name = chain.manifest(chain.sealed()[0]).blobs[part].name
+    blob = Path(opened.store.url) / chain.blobs / name
+    content = bytearray(blob.read_bytes())
+    content[len(content) // 2] ^= 1
+    blob.write_bytes(bytes(content))
+    return name
+
+
 def test_the_error_of_one_process_is_the_runs_error_by_its_class(tmp_path: Path) -> None:
-    opened = open_small(tmp_path, task={"type": f"{TASKS}:OverflowingQuery"}, ranks=2, processes=2)
-    train_together(opened)
+    task = {"type": f"{TASKS}:OverflowingQuery"}
+    train(open_small(tmp_path, task=task, ranks=2, processes=1))
+    opened = open_small(tmp_path, task=task, ranks=2, processes=2)
     with pytest.raises(NonFiniteError, match=r"query 'first': .*at step"):
         walk_together(opened, keys(opened))
     assert [query.complete for query in query_statuses(opened)] == [False, True, True]
@@ -117,6 +146,92 @@ def test_processes_that_make_no_step_are_ended_and_their_stacks_kept(tmp_path: P
     logs = [log.read_text() for log in Path(str(caught.value).rpartition(" ")[2]).iterdir()]
     assert any("most recent call first" in log for log in logs)
     assert children() == []
+
+
+def test_a_task_that_prints_leaves_threads_and_children_and_fails_blocks_nobody(
+    tmp_path: Path, alone: Tensor, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    task = {"type": f"{GANG_TASKS}:Unruly"}
+    opened = open_small(tmp_path, **RANKS, processes=2, task=task)
+    train_together(opened)
+
+    def fail(event: Event) -> None:
+        if isinstance(event, WalkProgress) and event.step == 4:
+            FAIL.touch()
+            time.sleep(3)  # so that both have complained before either is heard, process 0 of its lost connection
+
+    with pytest.raises(ArithmeticError, match="example of process 1 is beyond me") as caught:
+        walk_together(opened, keys(opened), observe=fail)
+    assert "In process 1 of the gang:" in caught.value.__notes__[0] and "example_losses" in caught.value.__notes__[0]
+    sleepers = [int(pid) for pid in SLEEPERS.read_text().split()]
+    assert len(sleepers) == 4 and children() == []
+    until = time.monotonic() + 5
+    while (left := list(filter(lives, sleepers))) and time.monotonic() < until:
+        time.sleep(0.1)
+    assert left == []
+    assert same_bits(run(open_small(tmp_path, **RANKS, processes=1, task=task)), alone)
+
+
+def lives(pid: int) -> bool:
+    return psutil.pid_exists(pid) and psutil.Process(pid).status() != psutil.STATUS_ZOMBIE
+
+
+def test_collectives_wait_for_nobodys_disk(tmp_path: Path, alone: Tensor) -> None:
+    settings = {"collective_timeout_minutes": 3 / 60}
+    opened = open_small(tmp_path, **RANKS, processes=2, task={"type": f"{GANG_TASKS}:SlowDisk"}, attribution=settings)
+    assert same_bits(together(opened), alone)
+
+
+def test_who_is_asked_to_stop_while_processes_start_stops(tmp_path: Path) -> None:
+    began = time.monotonic()
+    with pytest.raises(InterruptedWalkError):
+        train_together(open_small(tmp_path, **RANKS, processes=2), should_stop=lambda: True)
+    assert time.monotonic() - began < 60 and children() == []
+
+
+def test_nothing_is_started_for_what_is_finished_or_held(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    one, two = (open_small(tmp_path, **RANKS, processes=count) for count in (1, 2))
+
+    def start(*arguments: object) -> None:
+        raise AssertionError("processes are started")
+
+    monkeypatch.setattr(gang._Gang, "_start", start)
+    with other_process() as other:
+        with one.trajectory_chain.take(other), pytest.raises(HeldError, match=f"process {other.pid}"):
+            train_together(two)
+        train(one)
+        assert train_together(two).resumed_from == two.steps
+        with one.query_chain(one.queries[1]).take(other), pytest.raises(HeldError):
+            walk_together(two, keys(two))
+    with pytest.raises(AssertionError, match="processes are started"):
+        walk_together(two, keys(two))
+    run(one)
+    assert walk_together(two, keys(two)).resumed_from == {}
+
+
+@contextmanager
+def other_process() -> Iterator[Holder]:
+    """A process that lives within."""
+    code = (
+        "import json; from magic_pipeline.checkpoints.holder import Holder;"
+        "print(json.dumps(Holder.this_process().as_json()), flush=True); input()"
+    )
+    with subprocess.Popen(
+        [sys.executable, "-c", code], cwd=ROOT, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+    ) as process:
+        assert process.stdout is not None
+        yield Holder.from_json(json.loads(process.stdout.readline()))
+        process.communicate("\n")
+
+
+def test_more_processes_than_gpus_are_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    experiment = open_small(tmp_path, ranks=4, processes=4).experiment
+    monkeypatch.setattr(gang, "choose_device", lambda wanted: torch.device("cuda"))
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
+    with pytest.raises(InputError, match="processes: 4 processes need a GPU each, and this machine has 2"):
+        processes_of(experiment)
+    assert processes_of(experiment.model_copy(update={"processes": "auto"})) == 2
 
 
 PARENT = """

@@ -161,7 +161,8 @@ def test_states_that_come_out_otherwise_are_refused(tmp_path: Path, monkeypatch:
     def other_losses(self: SmallTask, model: nn.Module, batch: Any, /) -> Tensor:
         logits = model(batch["x"])
         rows = torch.arange(len(batch["y"]))
-        return torch.log(torch.exp(logits).sum(1)) - logits[rows, batch["y"]]
+        losses: Tensor = torch.log(torch.exp(logits).sum(1)) - logits[rows, batch["y"]]
+        return losses
 
     with monkeypatch.context() as patch:
         patch.setattr(SmallTask, "example_losses", other_losses)

@@ -7,7 +7,6 @@ has torch and Dagster imported and has computed nothing; what it executes is the
 from __future__ import annotations
 
 import argparse
-import json
 import os
 import random
 import shutil
@@ -15,22 +14,25 @@ import sys
 import tempfile
 import time
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import dagster._core.storage.sqlite_storage as dagster_storage
 import torch
 import yaml
 
 from magic_pipeline import cli
+from magic_pipeline.attribution.experiment import load_experiment
+from magic_pipeline.attribution.opening import OpenExperiment, open_experiment
 from magic_pipeline.metagradient.numerics import exact_numerics
 from magic_pipeline.orchestration import building, running
 from magic_pipeline.orchestration.instance import dagster_home, open_instance
 from tests.attribution.running import SMALL, merged
 from tests.faults import inspecting
+from tests.faults.books import books
 from tests.faults.faults import PLACES, Fault, Strike, arm, count_calls
+from tests.faults.forks import in_a_process
 
 # (place, strike, whether it may also come right after the call)
 KINDS: tuple[tuple[str, Strike, bool], ...] = (
@@ -61,35 +63,6 @@ class Try:
     ended: str
     problems: tuple[str, ...]
     seconds: float
-
-
-def in_a_process(work: Callable[[], Any], log: Path | None = None) -> tuple[int, Any]:
-    """(wait status, result) of work in a fork of this process; the result goes through JSON, None if it died."""
-    reading, writing = os.pipe()
-    child = os.fork()
-    if child == 0:
-        code = 70
-        try:
-            os.close(reading)
-            if log is not None:
-                output = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_APPEND)
-                os.dup2(output, 1)
-                os.dup2(output, 2)
-            result = json.dumps(work())
-            with os.fdopen(writing, "w") as stream:
-                stream.write(result)
-            code = 0
-        except BaseException as error:  # noqa: BLE001 - whatever it is, the parent has to hear of it
-            print(f"{type(error).__name__}: {error}", file=sys.stderr)
-        finally:
-            # Not sys.exit: the parent's files, handlers and atexit functions are the parent's.
-            sys.stdout.flush()
-            os._exit(code)
-    os.close(writing)
-    with os.fdopen(reading) as stream:
-        content = stream.read()
-    _, status = os.waitpid(child, 0)
-    return status, json.loads(content) if content else None
 
 
 def run(path: Path, fault: Fault | None = None) -> tuple[int, int | None]:
@@ -137,7 +110,7 @@ def undisturbed(folder: Path) -> Reference:
         return {name: counter() for name, counter in counters.items()}
 
     _, calls = in_a_process(command, folder / "log.txt")
-    _, scores = in_a_process(lambda: inspecting.score_bits(path))
+    _, scores = in_a_process(lambda: inspecting.score_bits(_opened(path)))
     if calls is None or scores is None:
         raise RuntimeError((folder / "log.txt").read_text())
     return Reference(scores, calls)
@@ -149,23 +122,27 @@ def attempt(folder: Path, fault: Fault, reference: Reference) -> Try:
     status, code = run(path, fault)
     ended = f"signal {os.WTERMSIG(status)}" if os.WIFSIGNALED(status) else f"exit {code}"
     problems = [] if _ended_as_it_should(fault, ended) else [f"the run with the fault ended with {ended}"]
-    _, before = in_a_process(lambda: vars(inspecting.look(path)))
+    _, before = in_a_process(lambda: vars(inspecting.look(_opened(path))))
     _, again = run(path)
     if again != 0:
         problems.append(f"the rerun ended with {again}")
     _, found = in_a_process(
-        lambda: (vars(inspecting.look(path)), inspecting.score_bits(path), inspecting.books(path)),
+        lambda: (vars(inspecting.look(_opened(path))), inspecting.score_bits(_opened(path)), books(path)),
         folder / "log.txt",
     )
     if before is None or found is None:
         problems.append("what is stored cannot be read")
     else:
-        after, scores, books = found
+        after, scores, wrong = found
         problems += inspecting.repeated_work(inspecting.Found(**before), inspecting.Found(**after))
-        problems += books
+        problems += wrong
         if scores != reference.scores:
             problems.append("the scores are not those of an undisturbed run")
     return Try(fault, ended, tuple(problems), time.monotonic() - began)
+
+
+def _opened(path: Path) -> OpenExperiment:
+    return open_experiment(load_experiment(path))
 
 
 def _ended_as_it_should(fault: Fault, ended: str) -> bool:

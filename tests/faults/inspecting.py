@@ -1,20 +1,18 @@
-"""What the store, the ledger and Dagster's books hold of an experiment, as plain data that two processes can compare."""
+"""What the store and the ledger hold of an experiment, as plain data that two processes can compare."""
 
 from __future__ import annotations
 
 import hashlib
+import re
+from collections import Counter
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 from magic_pipeline.attribution import ledger
-from magic_pipeline.attribution.experiment import load_experiment
-from magic_pipeline.attribution.opening import OpenExperiment, open_experiment
+from magic_pipeline.attribution.opening import OpenExperiment
 from magic_pipeline.attribution.scores import read_scores
-from magic_pipeline.attribution.status import query_statuses, stored_status, trajectory_status
-from magic_pipeline.attribution.verifying import verify_experiment
-from magic_pipeline.orchestration.event_log_view import view_event_log
-from magic_pipeline.orchestration.instance import open_instance
+from magic_pipeline.attribution.status import query_statuses, trajectory_status
 
 
 @dataclass(frozen=True)
@@ -33,9 +31,8 @@ class Found:
     ledger: list[dict[str, Any]]
 
 
-def look(path: Path) -> Found:
+def look(opened: OpenExperiment) -> Found:
     """How far everything is."""
-    opened = open_experiment(load_experiment(path))
     steps = [name.step for name in opened.trajectory_chain.sealed()]
     trained = opened.steps + 1 if trajectory_status(opened).complete else max(steps, default=0)
     return Found(opened.steps, trained, _walked(opened), list(ledger.entries(opened.store, opened.layout)))
@@ -48,9 +45,8 @@ def _walked(opened: OpenExperiment) -> dict[str, int]:
     }
 
 
-def score_bits(path: Path) -> dict[str, str]:
+def score_bits(opened: OpenExperiment) -> dict[str, str]:
     """query -> sha256 of its scores' bytes, as the sealed Parquet file gives them."""
-    opened = open_experiment(load_experiment(path))
     return {q.key: hashlib.sha256(read_scores(opened, q.key).scores.tobytes()).hexdigest() for q in opened.queries}
 
 
@@ -72,18 +68,30 @@ def repeated_work(before: Found, after: Found) -> list[str]:
     return wrong
 
 
-def books(path: Path) -> list[str]:
-    """What is wrong in Dagster's books or in the store once everything is finished; nothing where all is well."""
-    experiment = load_experiment(path)
-    [stored] = stored_status(experiment)
-    with open_instance(experiment.folder) as instance:
-        view = view_event_log(instance, experiment, stored)
-        wrong = [*view.differences, *(f"run {run} is not finished" for run in view.unfinished_runs)]
-        queries = len(stored.queries)
-        expected = {"training_trajectory": 1, "segment_checkpoints": queries, "attribution_scores": queries}
-        if view.materialized != {**expected, "score_matrix": 1}:
-            wrong.append(f"materialized: {view.materialized}")
-    wrong += [f"{query.key} is not finished" for query in stored.queries if query.scores_digest is None]
-    findings = verify_experiment(open_experiment(experiment)).findings
-    # A killed writer may leave what nothing names; that takes space and is no fault.
-    return wrong + [f"{f.object}: {f.problem}" for f in findings if not f.problem.startswith("orphaned")]
+def begun_again(entries: Sequence[Mapping[str, Any]]) -> dict[str, int]:
+    """Of training and of each query: how many segments the ledger says were begun a second time (or third, ...)."""
+    begun: dict[str, Counter[tuple[int, int]]] = {}
+    for entry in entries:
+        if entry["work"] == "train":
+            begun.setdefault("training", Counter())[entry["start"], entry["stop"]] += 1
+        for key, stop in entry.get("queries", {}).items():
+            begun.setdefault(key, Counter())[entry["start"], stop] += 1
+    return {work: segments.total() - len(segments) for work, segments in begun.items()}
+
+
+def census(opened: OpenExperiment) -> dict[str, int]:
+    """How many objects there are of each name, without what is drawn at random or counts the writers and their attempts."""
+    found = Counter(named(one.path) for one in opened.store.tree(opened.folder))
+    found.update(f"{named(one.path)}, unfinished" for one in opened.store.sink.unfinished_tree(opened.folder))
+    return {
+        name: count for name, count in sorted(found.items()) if not re.search(r"(^|/)(ledger|epochs)/\*[^,]*$", name)
+    }
+
+
+def named(path: str) -> str:
+    """An object's path below its training's folder, with * for what differs from run to run."""
+    below = path.split("/", 2)[-1]
+    below = re.sub(r"(?<=/epochs/)\d{8}|(?<=\.e)\d{8}(?=\.json)|(?<=/e)\d{8}(?=-)", "*", below)
+    below = re.sub(r"(?<=[/-])[0-9a-f]{16,32}(?=\.(pt|parquet|json)$)", "*", below)
+    below = re.sub(r"(?<=ledger/)[0-9a-f-]+", "*", below)
+    return re.sub(r"(?<=queries/)([^/]+)/[0-9a-f]{32}", r"\1", below)
