@@ -43,7 +43,7 @@ class Background(Generic[T]):
         if kind is None:
             self.wait()
             return
-        if self._thread is not None:
+        if self._thread is not None and self._thread.ident is not None:  # an interrupt may come before it is started
             self._thread.join()
         if self._error is not None:
             logger.warning("a save in the background failed too: %s", self._error)
