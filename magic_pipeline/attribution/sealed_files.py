@@ -42,7 +42,11 @@ def find_file(store: Store, folder: str, name: str) -> SealedFile | None:
 
 def read_manifest(store: Store, folder: str, manifest: str) -> SealedFile:
     """What one manifest names, every byte verified. Raises DamagedObjectError, MissingObjectError, KeyError, TypeError, ValueError."""
-    content = store.read_json(f"{folder}/manifests/{manifest}")
+    path = f"{folder}/manifests/{manifest}"
+    content = store.read_json(path)
+    if content["name"] != manifest.rpartition(".e")[0]:
+        # Whole, but in another one's place: its file would be taken for that one's.
+        raise DamagedObjectError(f"{store.url}/{path}: holds the manifest of another file, {content['name']}")
     found = SealedFile(folder, Blob.from_json(content["blob"]), content["facts"])
     store.verify_blob(f"{folder}/blobs", found.blob)
     return found
@@ -55,7 +59,7 @@ def seal_file(store: Store, folder: str, name: str, source: Path, facts: Mapping
     while True:
         try:
             path = f"{folder}/manifests/{name}.e{number:08d}.json"
-            store.create_json(path, {"blob": blob.as_json(), "facts": dict(facts)})
+            store.create_json(path, {"name": name, "blob": blob.as_json(), "facts": dict(facts)})
             return SealedFile(folder, blob, dict(facts))
         except ObjectExistsError:
             number += 1

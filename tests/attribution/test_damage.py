@@ -275,3 +275,18 @@ def test_a_changed_state_under_a_valid_digest_is_refused(trained_folder: Path) -
         lease.seal(4, {"rank0": tensors | {name: tensors[name] + 1e-3}, "losses": losses}, checkpoint.facts)
     with pytest.raises(TrajectoryMismatchError, match="step 4|step 6"):
         run(opened)
+
+
+def test_score_manifests_that_changed_places_are_found_and_never_read_for_each_other(
+    trained_folder: Path, undisturbed: Undisturbed
+) -> None:
+    opened = open_small(trained_folder)
+    expected = run(opened)
+    first, second = sorted((trained_folder / "store" / opened.layout.scores / "manifests").glob("*.json"))[:2]
+    mine, theirs = first.read_bytes(), second.read_bytes()
+    first.write_bytes(theirs)
+    second.write_bytes(mine)
+    found = {finding.object.rpartition("/")[2] for finding in verify_experiment(opened).findings}
+    assert {first.name, second.name} <= found
+    assert [query.scores_digest is None for query in query_statuses(opened)].count(True) == 2
+    assert same_bits(run(opened), expected) and same_bits(expected, undisturbed())
