@@ -35,8 +35,8 @@ check: $(INSTALLED)
 	$(VENV)/bin/lint-imports
 
 faults: $(INSTALLED)
-	$(RUN) tests.faults.campaign
-	$(RUN) tests.faults.crashes
+	$(RUN) tests.faults.campaign --tries 3
+	$(RUN) tests.faults.crashes --doubles 20
 	@if [ -x $(VENV)/bin/weed ]; then set -x; $(RUN) tests.faults.crashes --storage seaweedfs --stride 5 --doubles 5; \
 	  else echo "SeaweedFS is not installed (make servers): its crashes are left out"; fi
 	$(RUN) tests.faults.corruption
