@@ -88,6 +88,7 @@ class _Restoring:
         opened, start = self.opened, state.step
         if opened.board.leads:
             record_training(opened.store, opened.layout, start, stop)
+        opened.board.collect(None)  # no collective waits for another process's disk
         for step in range(start, stop):
             if opened.ranks.agree(self.should_stop(), opened.recipe.model.device):
                 raise InterruptedWalkError(
