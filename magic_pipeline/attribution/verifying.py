@@ -238,7 +238,8 @@ class _Reader:
                 self.bytes += read_manifest(self.store, folder, manifest).blob.size
             except (DamagedObjectError, MissingObjectError, KeyError, TypeError, ValueError) as error:
                 if self.store.exists(path):
-                    yield Finding(path, "damaged", f"damaged: {error}", _SHEET)
+                    told = str(error) if isinstance(error, StorageError) else f"it is no manifest of ours: {error!r}"
+                    yield Finding(path, "damaged", f"damaged: {told}", _SHEET)
         # Listed before the manifests: what was written since then may be sealed by now.
         for path in listed:
             if path not in named and self.store.exists(path):

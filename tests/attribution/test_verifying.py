@@ -148,6 +148,18 @@ def test_checkpoints_of_other_work_and_of_another_schema_are_foreign(tmp_path: P
     assert of_kind(findings, "damaged") == {first.path(SealedName(-1, 7))}
 
 
+def test_a_score_manifest_that_lacks_something_is_damaged_and_said_to_be_none(tmp_path: Path) -> None:
+    opened = open_small(tmp_path)
+    run(opened)
+    name = opened.store.list(f"{opened.layout.scores}/manifests")[0]
+    path = f"{opened.layout.scores}/manifests/{name}"
+    content = opened.store.read_json(path)
+    opened.store.replace_json(path, {field: value for field, value in content.items() if field != "facts"})
+    [finding] = verify_experiment(opened).findings
+    assert (finding.object, finding.kind) == (path, "damaged")
+    assert finding.problem == "damaged: it is no manifest of ours: KeyError('facts')"
+
+
 def test_what_a_dead_process_left_is_orphaned_and_what_a_live_one_writes_is_not(trained_folder: Path) -> None:
     opened = open_small(trained_folder)
     chain = opened.query_chain(opened.queries[0])
