@@ -40,6 +40,7 @@ faults: $(INSTALLED)
 	@if [ -x $(VENV)/bin/weed ]; then set -x; $(RUN) tests.faults.crashes --storage seaweedfs --stride 5 --doubles 5; \
 	  else echo "SeaweedFS is not installed (make servers): its crashes are left out"; fi
 	$(RUN) tests.faults.corruption
+	$(RUN) tests.faults.zombies --stride 2
 	$(RUN) tests.faults.gangs --tries 8
 
 bench: $(INSTALLED)

@@ -64,8 +64,11 @@ def walk_together(
     opened: OpenExperiment, keys: Sequence[str], *, observe: Observe = unobserved, should_stop: ShouldStop = never
 ) -> WalkReport:
     """`walk`, in as many processes as the experiment says. Raises as `walk`, and GangError when a process dies."""
+    if processes_of(opened.experiment) == 1:
+        return walk(opened, keys, observe=observe, should_stop=should_stop)
+    # Processes take seconds to start: none are for what is finished, or is another's.
     unfinished = [query.key for query in query_statuses(opened, keys) if not query.complete]
-    if not unfinished or processes_of(opened.experiment) == 1:
+    if not unfinished:
         return walk(opened, keys, observe=observe, should_stop=should_stop)
     for key in unfinished:
         refuse_if_held(opened.query_chain(opened.query(key)))

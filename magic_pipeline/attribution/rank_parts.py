@@ -6,6 +6,7 @@ With one rank the blob holds the whole tensors.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from contextlib import nullcontext
 from dataclasses import replace
 from typing import Any
 
@@ -120,7 +121,8 @@ def seal_together(
     Raises: as `Lease.seal`.
     """
     prefix = decided(board, None if lease is None else lease.begin(step))
-    mine = {part: chain.store.write_blob(chain.blobs, tensors, prefix=prefix) for part, tensors in parts.items()}
+    with nullcontext() if lease is None else lease.unless_lost():
+        mine = {part: chain.store.write_blob(chain.blobs, tensors, prefix=prefix) for part, tensors in parts.items()}
     told = board.collect({part: blob.as_json() for part, blob in mine.items()})
     blobs = {part: Blob.from_json(blob) for one in told for part, blob in sorted(one.items())}
     if lease is not None:

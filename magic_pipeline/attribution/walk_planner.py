@@ -152,16 +152,12 @@ def measure_sizes(opened: OpenExperiment, record: StepRecord, shards: Sequence[S
             saved[storage.data_ptr()] = storage.nbytes()
         return tensor
 
-    widest = max(range(len(shards)), key=lambda index: len(shards[index].units))
-    with torch.autograd.graph.saved_tensors_hooks(count, lambda tensor: tensor):
-        graph = shard_graph(
-            opened.recipe.model,
-            record,
-            shards[widest],
-            widest,
-            total_denominator(shards, state.step, opened.recipe.ranks),
-        )
-    del graph
+    denominator = total_denominator(shards, state.step, opened.ranks)  # asked for by all processes
+    if shards:  # a process without rows of the batch has none
+        widest = max(range(len(shards)), key=lambda index: len(shards[index].units))
+        with torch.autograd.graph.saved_tensors_hooks(count, lambda tensor: tensor):
+            graph = shard_graph(opened.recipe.model, record, shards[widest], widest, denominator)
+        del graph
     record_size = params + slots + _bytes(state.buffers.values()) + pieces
     return StepSizes(*(max(opened.board.collect(n)) for n in (size, params, record_size, sum(saved.values()))))
 

@@ -132,6 +132,8 @@ def _plan_the_unplanned(opened: OpenExperiment, trajectory: Trajectory, members:
     unplanned = [key for key, member in members.items() if member.plan is None and key not in adopted]
     made = {key: plan for plan in plan_cohorts(opened, trajectory, unplanned) for key in plan.cohort}
     for key, plan in (adopted | made).items():
-        if opened.board.leads:
+        lease = members[key].lease
+        if lease is not None:
+            lease.check()  # who was overtaken while it measured must not have the last word
             seal_plan(opened.store, opened.layout, key, members[key].query.digest, trajectory.digest, plan)
         members[key].plan = plan

@@ -2,11 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from dataclasses import dataclass
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
 from typing import Literal
 
-from magic_pipeline.checkpoints.chain import Chain, Checkpoint, ForeignError, epoch_in_name
+from magic_pipeline.checkpoints.chain import (
+    COMPLETE_STEP,
+    Chain,
+    Checkpoint,
+    ForeignError,
+    SealedName,
+    epoch_in_name,
+)
 from magic_pipeline.checkpoints.holder import Holder
 from magic_pipeline.errors import DamagedObjectError, MissingObjectError
 
@@ -39,21 +46,38 @@ def audit(chain: Chain) -> list[Finding]:
     named: set[str] = set()
     opaque: set[int] = set()
     findings = list(_epochs(chain))
+    found: dict[SealedName, list[Finding]] = {}
     for name in [*chain.sealed(), *chain.completions()]:
         path = chain.path(name)
         try:
             checkpoint = chain.manifest(name)
         except ForeignError as error:
             opaque.add(name.epoch)
-            findings.append(Finding(path, "foreign-schema", str(error)))
+            found[name] = [Finding(path, "foreign-schema", str(error))]
         except (MissingObjectError, DamagedObjectError) as error:
-            findings.append(Finding(path, "damaged", str(error)))
+            found[name] = [Finding(path, "damaged", str(error))]
         else:
             named.update(blob.name for blob in checkpoint.blobs.values())
-            findings += _blobs(chain, checkpoint)
+            found[name] = list(_blobs(chain, checkpoint))
+    findings += _without_superseded(chain, found)
     findings += _orphans(chain, named, opaque)
     findings += _strangers(chain)
     return sorted(findings, key=lambda finding: (finding.object, finding.kind))
+
+
+def _without_superseded(chain: Chain, found: Mapping[SealedName, Sequence[Finding]]) -> Iterator[Finding]:
+    """The findings, where damage of an epoch that nobody reads any more is a matter of space alone.
+
+    A holder that was overtaken just before it sealed lands a manifest whose blobs may be gone: whoever finished removed them.
+    """
+    finished = max((name for name in found if name.step == COMPLETE_STEP and not found[name]), default=None)
+    for name, findings in found.items():
+        for finding in findings:
+            if finished is None or name.epoch >= finished.epoch or finding.kind != "damaged":
+                yield finding
+            else:
+                detail = f"superseded by {chain.path(finished)}: {finding.detail}"
+                yield replace(finding, kind="orphaned", detail=detail)
 
 
 def _epochs(chain: Chain) -> Iterator[Finding]:

@@ -9,8 +9,8 @@ from __future__ import annotations
 
 import logging
 import threading
-from collections.abc import Iterable, Mapping
-from contextlib import ExitStack
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import replace
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, Self
@@ -197,15 +197,32 @@ class Lease:
         return self._commit(COMPLETE_STEP, parts, facts)
 
     def check(self) -> None:
-        """Raises LeaseLostError when there is a higher epoch, this one's object is gone, or the lease was released."""
+        """Raises LeaseLostError when there is a higher epoch, this one's object is gone or another's, or the lease was released."""
         where = f"{self.chain.store.url}/{self.chain.folder}"
         if self._released:
             raise LeaseLostError(f"{where}: epoch {self.epoch} was released")
         taken = self.chain.taken_epochs()
         if taken and taken[-1] > self.epoch:
             raise LeaseLostError(f"{where}: epoch {self.epoch} was taken over by epoch {taken[-1]}")
-        if self.epoch not in taken:
-            raise LeaseLostError(f"{where}: the object of epoch {self.epoch} was removed")
+        # Where everything was deleted the epochs start again from 1, so that a number alone may be somebody else's.
+        try:
+            holder = self.chain.store.read_json(self.chain.epoch_path(self.epoch))
+        except MissingObjectError:
+            raise LeaseLostError(f"{where}: the object of epoch {self.epoch} was removed") from None
+        except DamagedObjectError:
+            return  # it names nobody, and whoever takes it over takes a higher epoch
+        if holder != self.holder.as_json():
+            raise LeaseLostError(f"{where}: what epoch {self.epoch} was taken for was deleted, and it is another's now")
+
+    @contextmanager
+    def unless_lost(self) -> Iterator[None]:
+        """Within, storage that fails raises LeaseLostError where the lease is lost: the new holder's clean-up makes it fail."""
+        try:
+            yield
+        except StorageError:
+            with suppress(StorageError):
+                self.check()
+            raise
 
     def retire(self, *, order: Order, keep: int = 2) -> None:
         """Removes this lease's own checkpoints but the newest `keep` steps; safe to repeat and to be killed in.
@@ -311,26 +328,26 @@ class Lease:
         with self._lock:
             self.check()  # writing blobs may have taken minutes
             name = SealedName(step, self.epoch)
-            self.chain.store.create_json(
-                self.chain.path(name),
-                {
-                    "schema": SCHEMA,
-                    "step": step,
-                    "epoch": self.epoch,
-                    "facts": sealed_facts,
-                    "blobs": {part: blob.as_json() for part, blob in blobs.items()},
-                },
-            )
+            content = {
+                "schema": SCHEMA,
+                "step": step,
+                "epoch": self.epoch,
+                "facts": sealed_facts,
+                "blobs": {part: blob.as_json() for part, blob in blobs.items()},
+            }
+            with self.unless_lost():
+                self.chain.store.create_json(self.chain.path(name), content)
             return Checkpoint(step, self.epoch, self.chain.path(name), sealed_facts, dict(blobs), self.chain)
 
     def _commit(self, step: int, parts: Mapping[str, Mapping[str, Tensor]], facts: Mapping[str, Any]) -> Checkpoint:
         plain(facts, "facts")  # a fact that has no JSON form is found before anything is written
         with self._lock:
             prefix = self.begin(step)
-            blobs = {
-                part: self.chain.store.write_blob(self.chain.blobs, tensors, prefix=prefix)
-                for part, tensors in parts.items()
-            }
+            with self.unless_lost():
+                blobs = {
+                    part: self.chain.store.write_blob(self.chain.blobs, tensors, prefix=prefix)
+                    for part, tensors in parts.items()
+                }
             return self.commit(step, blobs, facts)
 
     def _leave_damage(self, name: SealedName) -> None:

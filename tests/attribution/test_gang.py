@@ -28,7 +28,7 @@ from magic_pipeline.attribution.verifying import verify_experiment
 from magic_pipeline.checkpoints.holder import Holder
 from magic_pipeline.errors import GangError, HeldError, InputError, InterruptedWalkError, NonFiniteError
 from tests.attribution.gang_tasks import FAIL, SLEEPERS
-from tests.attribution.running import TASKS, keys, open_small, run, same_bits, scores
+from tests.attribution.running import TASKS, keys, open_small, relative_error, run, same_bits, scores
 
 ROOT = Path(__file__).parents[2]
 GANG_TASKS = "tests.attribution.gang_tasks"
@@ -59,6 +59,18 @@ def test_two_processes_give_the_bits_of_one_and_say_what_they_do(tmp_path: Path,
     assert [e.step for e in events if isinstance(e, WalkProgress)] == [5, 4, 3, 2, 1, 0]
     assert [e.key for e in events if isinstance(e, QueryComplete)] == keys(opened)
     assert verify_experiment(opened).findings == () and children() == []
+
+
+def test_a_process_without_rows_of_a_batch_takes_part_all_the_same(tmp_path: Path) -> None:
+    settings: dict[str, Any] = {
+        "ranks": 2,
+        "training": {"batch_size": 1, "epochs": 1},
+        "attribution": {"chunk": "auto", "memory_budget": "1GiB", "query_batch": 2},
+    }
+    settings["task"] = {"type": f"{TASKS}:SmallTask", "query_ids": ["first", "second"]}
+    expected = run(open_small(tmp_path / "alone", **settings, processes=1))
+    found = together(open_small(tmp_path / "together", **settings, processes=2))
+    assert relative_error(found, expected) < 1e-12  # the width of calls was measured, and may differ
 
 
 def test_one_process_that_is_killed_ends_all_and_a_rerun_by_another_number_goes_on(

@@ -471,6 +471,16 @@ class ChainContract:
             lease.seal(3, {"rank0": state(3)}, FACTS)
         assert chain.take().epoch == 2
 
+    def test_who_slept_while_everything_was_deleted_does_not_write_under_anothers_epoch(self, chain: Chain) -> None:
+        zombie = chain.take(Holder("run-1", "another-host", "m", "b", "n", 1, "ticks:1"))
+        chain.store.delete(chain.epoch_path(1))
+        owner = chain.take()
+        assert owner.epoch == zombie.epoch == 1
+        with pytest.raises(LeaseLostError, match=r"it is another's now"):
+            zombie.seal(4, {"rank0": state(4)}, FACTS)
+        owner.seal(4, {"rank0": state(4)}, FACTS)
+        assert chain.sealed() == [(4, 1)]
+
     def test_an_overtaken_writer_is_refused_everything(self, chain: Chain) -> None:
         zombie = chain.take()
         for step in (6, 5, 4):

@@ -37,19 +37,26 @@ class Strike:
 
 
 class Operations:
-    """The durable operations of this process, on whatever store.
+    """The durable operations of this process, on whatever store: all of them, or those that count.
 
     Attributes:
         made: those that were begun, in order.
     """
 
-    def __init__(self, strike: Strike | None, act: Callable[[Operation], None]) -> None:
+    def __init__(
+        self,
+        strike: Strike | None,
+        act: Callable[[Operation], None],
+        counts: Callable[[Operation], bool] = lambda operation: True,
+    ) -> None:
         self.made: list[Operation] = []
-        self._strike, self._act = strike, act
+        self._strike, self._act, self._counts = strike, act, counts
         self._lock = threading.Lock()
 
     def begin(self, operation: Operation) -> Moment | None:
         """Counts it, and strikes if it is to be struck before it begins; otherwise says when it is to be struck."""
+        if not self._counts(operation):
+            return None
         with self._lock:
             number = len(self.made)
             self.made.append(operation)
@@ -118,9 +125,13 @@ def send(stream: Any, content: bytes) -> None:
     stream._parts[-1].result()
 
 
-def install(strike: Strike | None, act: Callable[[Operation], None]) -> Operations:
+def install(
+    strike: Strike | None,
+    act: Callable[[Operation], None],
+    counts: Callable[[Operation], bool] = lambda operation: True,
+) -> Operations:
     """From now on every store that this process opens has a sink that counts and strikes."""
-    operations = Operations(strike, act)
+    operations = Operations(strike, act, counts)
 
     def opening(*arguments: Any, **settings: Any) -> Any:
         return StruckSink(open_sink(*arguments, **settings), operations)
