@@ -18,11 +18,11 @@ import tempfile
 import threading
 from collections.abc import Iterator, Mapping
 from concurrent.futures import Future
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager, nullcontext, suppress
 from typing import TYPE_CHECKING, Any, BinaryIO
 
 from magic_pipeline.checkpoints.failures import storage_error, surfaced
-from magic_pipeline.checkpoints.patience import Patience
+from magic_pipeline.checkpoints.patience import Patience, at_most
 from magic_pipeline.checkpoints.s3_errors import UnsupportedError, call_s3
 from magic_pipeline.checkpoints.s3_transfers import AT_ONCE, PART, PUBLICATION, Threads, Upload
 from magic_pipeline.checkpoints.sinks import Names, StoredObject, Write
@@ -51,6 +51,7 @@ _OPTIONS = frozenset(
     ]
 )
 # A name, or the ARN of an access point.
+_TO_REACH = 60.0  # seconds for the first answer of all: a mistyped host is no outage, and nothing is lost yet
 _BUCKET = re.compile(r"[A-Za-z0-9._-]{1,255}|arn:[^/]+")
 
 
@@ -92,6 +93,7 @@ class S3Sink:
         self._connected: tuple[int, s3fs.S3FileSystem] | None = None
         self._connecting = threading.Lock()
         self._conditional = True
+        self._was_reached = False
 
     @property
     def url(self) -> str:
@@ -204,7 +206,10 @@ class S3Sink:
         request = functools.partial(
             call_s3, self._files, method, f"{self.url}/{path}", Bucket=self._bucket, **arguments
         )
-        return (patience or self._patience).outlast(request, f"{self.url}/{path}")
+        with nullcontext() if self._was_reached else at_most(_TO_REACH):
+            response = (patience or self._patience).outlast(request, f"{self.url}/{path}")
+        self._was_reached = True
+        return response
 
     def abort_upload(self, path: str, upload: str, *, patience: Patience | None = None) -> None:
         with suppress(MissingObjectError):

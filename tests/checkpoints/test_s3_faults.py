@@ -18,7 +18,8 @@ from typing import Any, BinaryIO
 import pytest
 import torch
 
-from magic_pipeline.checkpoints import Chain, Store
+from magic_pipeline.checkpoints import Chain, Store, s3_sink
+from magic_pipeline.checkpoints.patience import patience_seconds
 from magic_pipeline.errors import (
     CredentialsError,
     DamagedObjectError,
@@ -493,6 +494,17 @@ def test_patience_ends_with_the_object_the_reason_and_the_time_spent(
     proxy.strike(SLOW_DOWN, times=None)
     with pytest.raises(StorageError, match=r"b.json: SlowDown \(put_object\); given up after"):
         store.create_json("b.json", {})
+
+
+def test_a_server_that_never_answered_is_not_waited_for_as_long_as_one_that_did(
+    url: str, options: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(s3_sink, "_TO_REACH", 1.0)
+    store = Store(url, options=options | {"endpoint_url": "http://mistyped.invalid:8333"})
+    began = time.monotonic()
+    with pytest.raises(StorageError, match=r"a.json: no answer: .*; given up after [01] s of trying"):
+        store.create_json("a.json", {})
+    assert time.monotonic() - began < 10 < patience_seconds()
 
 
 def test_a_large_save_that_is_given_up_ends_soon_and_its_upload_is_found_later(
