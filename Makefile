@@ -41,6 +41,7 @@ faults: $(INSTALLED)
 	  else echo "SeaweedFS is not installed (make servers): its crashes are left out"; fi
 	$(RUN) tests.faults.corruption
 	$(RUN) tests.faults.zombies --stride 2
+	$(RUN) tests.faults.banks --stride 2
 	$(RUN) tests.faults.gangs --tries 8
 
 bench: $(INSTALLED)
