@@ -1,3 +1,20 @@
 """magic_pipeline: exact training-data attribution (MAGIC) as a resumable Dagster pipeline."""
 
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from magic_pipeline.attribution.loading_scores import load_scores
+
 __version__ = "0.1.0"
+__all__ = ["load_scores"]
+
+
+def __getattr__(name: str) -> Any:
+    """Imports on first use: `import magic_pipeline` alone costs nothing."""
+    if name == "load_scores":
+        from magic_pipeline.attribution.loading_scores import load_scores
+
+        return load_scores
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

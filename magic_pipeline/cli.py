@@ -248,6 +248,17 @@ def _export_picture(opened: OpenExperiment, output: Path, options: argparse.Name
     return DONE
 
 
+def compare(options: argparse.Namespace) -> int:
+    """Correlate the scores of all finished queries with those of another tool, by query and unit ids."""
+    from magic_pipeline.attribution.comparing import compare, read_foreign_scores
+    from magic_pipeline.attribution.loading_scores import load_scores
+
+    other = read_foreign_scores(options.file)
+    found = compare(load_scores(options.experiment), other)
+    _print_json(found.as_dict()) if options.json else print("\n".join(found.lines()))
+    return DONE
+
+
 def verify(options: argparse.Namespace) -> int:
     """Read everything that is stored back and check every digest; exit code 1 where something is damaged or foreign."""
     from magic_pipeline.attribution.verifying import verify_stored
@@ -430,8 +441,12 @@ def _parser() -> argparse.ArgumentParser:
     add("plan", plan)
     add("status", status)
     exporting = add("export", export)
-    exporting.add_argument("--format", choices=("parquet", "csv", "npz", "png"), default="parquet")
+    exporting.add_argument("--format", choices=("parquet", "arrow", "csv", "npz", "png"), default="parquet")
     exporting.add_argument("--output", type=Path, metavar="FILE", help="default: NAME_scores.FORMAT")
+    comparing = add("compare", compare)
+    comparing.add_argument(
+        "file", type=Path, metavar="FILE", help="scores of another tool: .parquet, .csv, .arrow or .npz"
+    )
     add("verify", verify)
     collecting = add("gc", gc)
     collecting.add_argument("--yes", action="store_true", help="free it; without, it is only listed")

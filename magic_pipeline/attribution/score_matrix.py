@@ -8,15 +8,19 @@ Every format keeps query and unit ids exactly and says where the scores come fro
 | long Parquet | a row per query and unit: query, unit, index, score; a row group per query | key-value metadata |
 | CSV | as long Parquet; numbers with the digits that give the same bits back | `<file>.json` beside it |
 | NPZ | scores [units, queries], unit_ids, query_ids | `meta`, a JSON text |
+| Arrow | as long Parquet, in Arrow's streaming format: `datasets.Dataset.from_file` reads it | key-value metadata |
+
+`score_matrix_files.py` reads all of them back.
 """
 
 from __future__ import annotations
 
 import csv
+import importlib
 import json
 import os
 import tempfile
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, Literal
@@ -36,7 +40,7 @@ from magic_pipeline.attribution.score_table import (
 )
 from magic_pipeline.errors import DamagedObjectError, InputError, StorageError
 
-MatrixFormat = Literal["parquet", "parquet_wide", "csv", "npz"]
+MatrixFormat = Literal["parquet", "parquet_wide", "csv", "npz", "arrow"]
 _LONG_COLUMNS = ("query", "unit", "index", "score")
 _COLUMN = "score:"
 
@@ -56,6 +60,44 @@ class ScoreMatrix:
     def column(self, query: int) -> Scores:
         """`[units]`, the scores for one query."""
         return np.ascontiguousarray(self.scores[:, query])
+
+    @property
+    def provenance(self) -> dict[str, Any]:
+        """Where the scores come from and what their sign means, as plain data."""
+        return {
+            "schema_version": SCHEMA_VERSION,
+            "sign_convention": SIGN_CONVENTION,
+            "dtype": str(self.scores.dtype),
+            "queries": [asdict(facts) for facts in self.facts],
+        }
+
+    def to_pandas(self) -> Any:
+        """A DataFrame with a row per unit id and a column per query id; `attrs` is the provenance.
+
+        Raises:
+            InputError: pandas is not installed.
+        """
+        pandas = _import("pandas")
+        frame = pandas.DataFrame(
+            self.scores,
+            index=pandas.Index(self.ids, name="unit", dtype=object),
+            columns=pandas.Index(self.query_ids, name="query", dtype=object),
+        )
+        frame.attrs = self.provenance
+        return frame
+
+    def to_xarray(self) -> Any:
+        """A DataArray with the dimensions `unit` and `query`; `attrs` is the provenance.
+
+        Raises:
+            InputError: xarray is not installed.
+        """
+        coordinates = {
+            name: np.array(ids, dtype=object) for name, ids in (("unit", self.ids), ("query", self.query_ids))
+        }
+        return _import("xarray").DataArray(
+            self.scores, coords=coordinates, dims=("unit", "query"), name="score", attrs=self.provenance
+        )
 
     def table(self, query: int) -> ScoreTable:
         """The score table that the column was made from."""
@@ -93,7 +135,7 @@ def write_score_matrix_file(matrix: ScoreMatrix, path: Path, format: MatrixForma
         StorageError: the file cannot be written.
     """
     writers: dict[str, Callable[[ScoreMatrix, Path], int]] = {
-        "parquet": _write_long, "parquet_wide": _write_wide, "csv": _write_csv, "npz": _write_npz,
+        "parquet": _write_long, "parquet_wide": _write_wide, "csv": _write_csv, "npz": _write_npz, "arrow": _write_arrow,
     }  # fmt: skip
     if format not in writers:
         raise InputError(f"should be one of {', '.join(writers)}, found {format!r}", field="format")
@@ -101,7 +143,7 @@ def write_score_matrix_file(matrix: ScoreMatrix, path: Path, format: MatrixForma
         raise InputError("should be a file in a folder that exists", file=path, field="output")
     if format == "csv":
         # First, so that the scores are never there without it.
-        _replace(Path(f"{path}.json"), lambda target: _write_text(target, _provenance(matrix)))
+        _replace(Path(f"{path}.json"), lambda target: _write_text(target, matrix.provenance))
     return _replace(path, lambda target: writers[format](matrix, target))
 
 
@@ -125,13 +167,11 @@ def _must_agree(name: str, expected: object, found: object, table: ScoreTable) -
         raise InputError(message, field=f"query {table.facts.query_id!r}")
 
 
-def _provenance(matrix: ScoreMatrix) -> dict[str, Any]:
-    return {
-        "schema_version": SCHEMA_VERSION,
-        "sign_convention": SIGN_CONVENTION,
-        "dtype": str(matrix.scores.dtype),
-        "queries": [asdict(facts) for facts in matrix.facts],
-    }
+def _import(name: str) -> Any:
+    try:
+        return importlib.import_module(name)
+    except ImportError:
+        raise InputError(f"this needs {name}, which is not installed; python -m pip install {name}") from None
 
 
 def _metadata(matrix: ScoreMatrix, kind: str) -> dict[str, str]:
@@ -152,14 +192,30 @@ def _write_wide(matrix: ScoreMatrix, path: Path) -> int:
 
 
 def _write_long(matrix: ScoreMatrix, path: Path) -> int:
-    types = (pa.string(), pa.string(), pa.int64(), pa.from_numpy_dtype(matrix.scores.dtype))
-    schema = pa.schema(list(zip(_LONG_COLUMNS, types, strict=True)), metadata=_metadata(matrix, "score_list"))
-    units, index = pa.array(matrix.ids, pa.string()), pa.array(range(len(matrix.ids)), pa.int64())
-    with pq.ParquetWriter(path, schema, compression="zstd") as writer:
-        for query, query_id in enumerate(matrix.query_ids):
-            ids = pa.repeat(pa.scalar(query_id, pa.string()), len(matrix.ids))
-            writer.write_table(pa.Table.from_arrays([ids, units, index, pa.array(matrix.column(query))], schema=schema))
+    with pq.ParquetWriter(path, _long_schema(matrix), compression="zstd") as writer:
+        for piece in _long_pieces(matrix):
+            writer.write_table(piece)
     return matrix.scores.size
+
+
+def _write_arrow(matrix: ScoreMatrix, path: Path) -> int:
+    with pa.ipc.new_stream(path, _long_schema(matrix)) as writer:
+        for piece in _long_pieces(matrix):
+            writer.write_table(piece)
+    return matrix.scores.size
+
+
+def _long_schema(matrix: ScoreMatrix) -> pa.Schema:
+    types = (pa.string(), pa.string(), pa.int64(), pa.from_numpy_dtype(matrix.scores.dtype))
+    return pa.schema(list(zip(_LONG_COLUMNS, types, strict=True)), metadata=_metadata(matrix, "score_list"))
+
+
+def _long_pieces(matrix: ScoreMatrix) -> Iterator[pa.Table]:
+    units, index = pa.array(matrix.ids, pa.string()), pa.array(range(len(matrix.ids)), pa.int64())
+    for query, query_id in enumerate(matrix.query_ids):
+        ids = pa.repeat(pa.scalar(query_id, pa.string()), len(matrix.ids))
+        columns = [ids, units, index, pa.array(matrix.column(query))]
+        yield pa.Table.from_arrays(columns, schema=_long_schema(matrix))
 
 
 def _write_csv(matrix: ScoreMatrix, path: Path) -> int:
@@ -177,7 +233,7 @@ def _write_npz(matrix: ScoreMatrix, path: Path) -> int:
     query_ids, unit_ids = np.array(matrix.query_ids, dtype=np.str_), np.array(matrix.ids, dtype=np.str_)
     if tuple(query_ids.tolist()) != matrix.query_ids or tuple(unit_ids.tolist()) != matrix.ids:
         raise InputError("an id ends in a NUL character, which NPZ cannot hold; export parquet", field="format")
-    meta = np.array(json.dumps(_provenance(matrix)))
+    meta = np.array(json.dumps(matrix.provenance))
     with path.open("wb") as file:
         np.savez_compressed(file, scores=matrix.scores, meta=meta, query_ids=query_ids, unit_ids=unit_ids)
     return len(matrix.ids)

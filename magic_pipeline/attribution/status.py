@@ -114,9 +114,14 @@ def holder_of(opened: OpenExperiment, key: str | None) -> dict[str, object] | No
 def stored_status(experiment: Experiment) -> tuple[StoredExperiment, ...]:
     """Every training fingerprint that the store holds of this experiment, newest first."""
     store = Store(experiment.storage_url, options=experiment.storage_options or None)
+    return stored_trainings(store, experiment.storage_folder)
+
+
+def stored_trainings(store: Store, folder: str) -> tuple[StoredExperiment, ...]:
+    """Every training fingerprint in an experiment's folder, newest first."""
     found = []
-    for name in store.list(experiment.storage_folder):
-        layout = Layout(experiment.storage_folder, name)
+    for name in store.list(folder):
+        layout = Layout(folder, name)
         try:
             description = store.read_json(layout.description)
         except (MissingObjectError, DamagedObjectError) as error:

@@ -175,7 +175,9 @@ def test_a_wrong_output_or_format_is_one_clear_line(tmp_path: Path) -> None:
         with pytest.raises(InputError, match="output: should be a file in a folder that exists"):
             write_score_matrix_file(matrix(), output, "csv")
     wrong: MatrixFormat = "xlsx"  # type: ignore[assignment]
-    with pytest.raises(InputError, match="format: should be one of parquet, parquet_wide, csv, npz, found 'xlsx'"):
+    with pytest.raises(
+        InputError, match="format: should be one of parquet, parquet_wide, csv, npz, arrow, found 'xlsx'"
+    ):
         write_score_matrix_file(matrix(), tmp_path / "m", wrong)
 
 
