@@ -57,7 +57,7 @@ class Bank:
     """Retrainings of one kind.
 
     Attributes:
-        kind: `subsets`, `removal` or `smoothness`.
+        kind: `subsets`, `removal`, `smoothness` or `derivative`.
         training: the training fingerprint.
         settings: what the file says about it, as plain data.
         runs: with distinct labels.

@@ -140,8 +140,7 @@ class Experiment(Section):
 
     def require_validation(self) -> None:
         """Raises InputError where the file asks for no validation."""
-        section = self.validation
-        if section.lds is None and section.removal is None and section.smoothness is None:
+        if all(part is None for _, part in self.validation):
             raise InputError(
                 "nothing is asked for; add for example  validation: {lds: {subsets: 50, drop_fraction: 0.05}}",
                 file=self.path,

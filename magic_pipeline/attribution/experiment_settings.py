@@ -237,6 +237,7 @@ class LDSSettings(Section):
         default="auto",
         description="whether retrained parameters are kept, so that later queries need no retraining; auto: below 1 GiB",
     )
+    bound: float = Field(default=0.9, ge=-1, le=1, description="Dagster warns of a mean below it")
 
 
 class RemovalSettings(Section):
@@ -258,9 +259,20 @@ class SmoothnessSettings(Section):
     seed: int = Field(default=0, ge=0, lt=2**63, description="draws the directions")
 
 
+class DerivativeSettings(Section):
+    """Whether the scores agree with two trainings whose data weights are moved along a random direction."""
+
+    h: float = Field(default=0.01, gt=0, le=0.1, description="how far the weights move, there and back")
+    tolerance: float = Field(default=0.02, gt=0, lt=1, description="the relative error up to which they agree")
+    seed: int = Field(default=0, ge=0, lt=2**63, description="draws the direction of +1 and -1")
+
+
 class ValidationSettings(Section):
     """Checks of the scores against retraining."""
 
     lds: LDSSettings | None = Field(default=None, description="the linear datamodeling score; null leaves it out")
     removal: RemovalSettings | None = Field(default=None, description="removal curves; null leaves them out")
     smoothness: SmoothnessSettings | None = Field(default=None, description="metasmoothness; null leaves it out")
+    derivative: DerivativeSettings | None = Field(
+        default=None, description="the scores against two trainings; null leaves it out"
+    )

@@ -16,7 +16,13 @@ from typing import Any
 from magic_pipeline.attribution.bank import Bank, random_subsets
 from magic_pipeline.attribution.bank_plan import sealed_bank_plan
 from magic_pipeline.attribution.bank_results import RetrainedRun, base_measurements, retrained_runs
-from magic_pipeline.attribution.experiment_settings import LDSSettings, RemovalSettings, SmoothnessSettings
+from magic_pipeline.attribution.directional_derivative import derivative_bank, directional_derivative
+from magic_pipeline.attribution.experiment_settings import (
+    DerivativeSettings,
+    LDSSettings,
+    RemovalSettings,
+    SmoothnessSettings,
+)
 from magic_pipeline.attribution.linear_datamodeling import linear_datamodeling_score
 from magic_pipeline.attribution.metasmoothness import metasmoothness, smoothness_bank
 from magic_pipeline.attribution.observing import Observe, ShouldStop, never, unobserved
@@ -177,6 +183,38 @@ def write_metasmoothness(
     return Report(digest, content, (sealed.path,), was_there)
 
 
+def derivative_digest(opened: OpenExperiment) -> str | None:
+    """The data version of the directional derivative; None while a training or all scores are missing."""
+    queries = _finished(opened)
+    of = _planned(opened, derivative_bank(opened.fingerprint, len(opened.units), _derivative(opened)))
+    runs = () if of is None else retrained_runs(of)
+    if of is None or not queries or len(runs) < len(of.bank.runs):
+        return None
+    return fingerprint(_made_from(of.bank.fingerprint, runs, queries))
+
+
+def write_directional_derivative(
+    opened: OpenExperiment, *, observe: Observe = unobserved, should_stop: ShouldStop = never
+) -> Report:
+    """Trains twice with the weights moved along a random direction, and compares with the scores. Raises as `retrain`."""
+    settings, queries = _derivative(opened), _finished(opened)
+    if not queries:
+        raise MagicError("no query's scores are finished; materialize attribution_scores first")
+    of = open_bank(opened, derivative_bank(opened.fingerprint, len(opened.units), settings))
+    retrain(of, observe=observe, should_stop=should_stop)
+    runs = retrained_runs(of)
+
+    def make() -> Any:
+        results, ids = [run.result for run in runs], {query.key: query.id for query in queries}
+        scores = read_matrix(opened, list(ids)).scores
+        return directional_derivative(of.bank, results, scores=scores, queries=ids, settings=settings).as_dict()
+
+    digest = fingerprint(_made_from(of.bank.fingerprint, runs, queries))
+    name = fingerprint({"of": digest, "tolerance": settings.tolerance})
+    sealed, content, found = _sealed(of, f"derivative.{name[:16]}", make)
+    return Report(digest, content, (sealed.path,), found)
+
+
 def read_validation(opened: OpenExperiment) -> dict[str, Any]:
     """Everything that the validation section asks for and that is finished, as plain data; what is not there is None."""
     section = opened.experiment.validation
@@ -187,6 +225,8 @@ def read_validation(opened: OpenExperiment) -> dict[str, Any]:
         content["lds"] = write_lds(opened).content if lds_digest(opened) else None
     if section.removal is not None:
         content["removal"] = write_removal_curves(opened).content if removal_digest(opened) else None
+    if section.derivative is not None:
+        content["derivative"] = write_directional_derivative(opened).content if derivative_digest(opened) else None
     return content
 
 
@@ -226,6 +266,10 @@ def _lds(opened: OpenExperiment) -> LDSSettings:
             field="validation.lds",
         )
     return settings
+
+
+def _derivative(opened: OpenExperiment) -> DerivativeSettings:
+    return opened.experiment.validation.derivative or DerivativeSettings()
 
 
 def _begun(opened: OpenExperiment) -> list[OpenBank]:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from magic_pipeline.attribution.linear_datamodeling import LinearDatamodelingScore, QueryLDS
@@ -13,7 +13,13 @@ _ID = 40
 def validation_lines(content: Mapping[str, Any]) -> list[str]:
     """Everything of `validation.read_validation`; what is not finished is said."""
     lines = list[str]()
-    for part, shown in (("smoothness", _smoothness), ("lds", _tables), ("removal", removal_lines)):
+    parts: tuple[tuple[str, Callable[[Any], list[str]]], ...] = (
+        ("smoothness", _smoothness),
+        ("derivative", derivative_lines),
+        ("lds", _tables),
+        ("removal", removal_lines),
+    )
+    for part, shown in parts:
         if part in content:
             lines += [f"{part}: not finished"] if content[part] is None else shown(content[part])
             lines.append("")
@@ -22,6 +28,19 @@ def validation_lines(content: Mapping[str, Any]) -> list[str]:
 
 def _tables(content: Sequence[Mapping[str, Any]]) -> list[str]:
     return [line for table in content for line in (*lds_lines(LinearDatamodelingScore.from_dict(table)), "")][:-1]
+
+
+def derivative_lines(content: Mapping[str, Any]) -> list[str]:
+    """The scores against two trainings, a line a query."""
+    what = f"scores against two trainings with the weights moved by {content['h']:g} along a random direction"
+    worst = "undefined" if content["worst"] is None else f"{content['worst']:.2g}"
+    verdict = "agrees" if content["holds"] else "DOES NOT AGREE"
+    lines = [f"{what}: {verdict}, worst relative error {worst} (tolerance {content['tolerance']:g})"]
+    lines.append(f"  {'query':<{_ID}} {'scores':>12} {'trainings':>12} {'error':>9}")
+    for row in content["queries"]:
+        numbers = ["-" if row[name] is None else f"{row[name]:.6g}" for name in ("difference", "error")]
+        lines.append(f"  {_cut(row['query']):<{_ID}} {row['predicted']:>12.6g} {numbers[0]:>12} {numbers[1][:9]:>9}")
+    return lines
 
 
 def _smoothness(content: Mapping[str, Any]) -> list[str]:

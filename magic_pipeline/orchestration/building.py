@@ -62,6 +62,8 @@ def experiment_jobs(experiment: Experiment) -> list[UnresolvedAssetJobDefinition
         selections[f"{name}_validate"] = ([assets.lds], "Compare what retraining did with what the scores say.")
     if section.removal is not None:
         selections[f"{name}_remove"] = ([assets.removal], "Retrain without the most helpful examples.")
+    if section.derivative is not None:
+        selections[f"{name}_derivative"] = ([assets.derivative], "Compare the scores with two trainings.")
     if section.smoothness is not None:
         selections[f"{name}_smoothness"] = ([assets.smoothness], "Measure whether training is smooth.")
     return [

@@ -59,6 +59,10 @@ class ExperimentAssets:
         return dg.AssetKey([self.experiment, "metasmoothness"])
 
     @property
+    def derivative(self) -> dg.AssetKey:
+        return dg.AssetKey([self.experiment, "directional_derivative"])
+
+    @property
     def queries_name(self) -> str:
         """The name of the dynamic partitions that hold the query keys."""
         return f"{self.experiment}_queries"

@@ -148,6 +148,8 @@ class _Running:
         section, opened = self.experiment.validation, self.opened
         if section.smoothness is not None:
             self._execute_unless_recorded(self.assets.smoothness, validation.smoothness_digest(opened))
+        if section.derivative is not None and any(query.complete for query in query_statuses(opened)):
+            self._execute_unless_recorded(self.assets.derivative, validation.derivative_digest(opened))
         if section.lds is not None:
             self._retrain_subsets()
             digest = validation.lds_digest(opened)

@@ -10,6 +10,7 @@ import dagster as dg
 from magic_pipeline.attribution.experiment import Experiment
 from magic_pipeline.errors import InputError, MagicError
 from magic_pipeline.orchestration.asset_versions import REPORT_VERSION
+from magic_pipeline.orchestration.checks import matrix_checks, matrix_results
 from magic_pipeline.orchestration.materializations import Input, log_partition
 from magic_pipeline.orchestration.operating import opened_once, operating
 from magic_pipeline.orchestration.partitions import ExperimentAssets, planned_keys
@@ -93,9 +94,10 @@ def matrix_asset(experiment: Experiment) -> dg.AssetsDefinition:
         deps=[assets.scores],
         kinds={"parquet"},
         code_version=REPORT_VERSION,
+        check_specs=matrix_checks(assets.matrix),
     )
-    def score_matrix(context: dg.AssetExecutionContext) -> dg.MaterializeResult[Any]:
-        from magic_pipeline.attribution.scores import write_score_matrix
+    def score_matrix(context: dg.AssetExecutionContext) -> dg.MaterializeResult:  # type: ignore[type-arg]  # Dagster compares it
+        from magic_pipeline.attribution.scores import read_matrix, write_score_matrix
         from magic_pipeline.attribution.status import matrix_digest
 
         with operating(context):
@@ -104,6 +106,7 @@ def matrix_asset(experiment: Experiment) -> dg.AssetsDefinition:
             sheet = write_score_matrix(opened)
             return dg.MaterializeResult(
                 data_version=dg.DataVersion(sheet.digest),
+                check_results=matrix_results(read_matrix(opened), [query.id for query in opened.queries]),
                 metadata={
                     "reported_again": before == sheet.digest,
                     "dagster/row_count": sheet.rows,

@@ -1,5 +1,5 @@
 """The assets of an experiment's `validation:` section: `retrained_subsets` (partitioned by subset), `linear_datamodeling_score`,
-`removal_curves` and `metasmoothness`. Each is there only if the section asks for it."""
+`removal_curves`, `directional_derivative` and `metasmoothness`. Each is there only if the section asks for it."""
 
 # No postponed annotations here: Dagster compares the annotation of `context` itself.
 
@@ -14,6 +14,7 @@ from magic_pipeline.attribution.experiment import Experiment
 from magic_pipeline.attribution.observing import Event, RetrainingsComplete
 from magic_pipeline.errors import HeldError, InputError, InterruptedWalkError
 from magic_pipeline.orchestration.asset_versions import ENGINE_VERSION, REPORT_VERSION
+from magic_pipeline.orchestration.checks import derivative_check, derivative_result, lds_check, lds_result
 from magic_pipeline.orchestration.instance import GPU_POOL
 from magic_pipeline.orchestration.interrupts import deferred_interrupts
 from magic_pipeline.orchestration.materializations import Input, log_partition
@@ -41,6 +42,8 @@ def validation_assets(experiment: Experiment) -> list[dg.AssetsDefinition]:
         found += [subsets_asset(experiment), lds_asset(experiment)]
     if section.removal is not None:
         found.append(removal_asset(experiment))
+    if section.derivative is not None:
+        found.append(derivative_asset(experiment))
     if section.smoothness is not None:
         found.append(smoothness_asset(experiment))
     return found
@@ -133,7 +136,8 @@ class _Subsets:
 
 def lds_asset(experiment: Experiment) -> dg.AssetsDefinition:
     """Compares predicted with true changes of every finished query."""
-    assets = ExperimentAssets.of(experiment)
+    assets, lds = ExperimentAssets.of(experiment), experiment.validation.lds
+    bound = -1.0 if lds is None else lds.bound
 
     @dg.asset(
         key=assets.lds,
@@ -144,8 +148,9 @@ def lds_asset(experiment: Experiment) -> dg.AssetsDefinition:
         ),
         deps=[assets.subsets, assets.matrix],
         code_version=REPORT_VERSION,
+        check_specs=[lds_check(assets.lds)],
     )
-    def linear_datamodeling_score(context: dg.AssetExecutionContext) -> dg.MaterializeResult[Any]:
+    def linear_datamodeling_score(context: dg.AssetExecutionContext) -> dg.MaterializeResult:  # type: ignore[type-arg]  # Dagster compares it
         from magic_pipeline.attribution.linear_datamodeling import LinearDatamodelingScore
         from magic_pipeline.attribution.validation import write_lds
         from magic_pipeline.attribution.validation_tables import lds_markdown, summary
@@ -169,6 +174,7 @@ def lds_asset(experiment: Experiment) -> dg.AssetsDefinition:
                     "table": dg.MetadataValue.md(lds_markdown(tables)),
                     **numbers,
                 },
+                lds_result(tables, bound),
             )
 
     return linear_datamodeling_score
@@ -200,6 +206,34 @@ def removal_asset(experiment: Experiment) -> dg.AssetsDefinition:
     return removal_curves
 
 
+def derivative_asset(experiment: Experiment) -> dg.AssetsDefinition:
+    """Trains twice with the data weights moved along a random direction, and compares with the scores."""
+    assets = ExperimentAssets.of(experiment)
+
+    @dg.asset(
+        key=assets.derivative,
+        group_name=experiment.name,
+        description="The scores against two trainings with the weights moved along a random direction: a cheap check of exactness.",
+        deps=[assets.matrix],
+        kinds={"pytorch"},
+        pool=GPU_POOL,
+        code_version=REPORT_VERSION,
+        check_specs=[derivative_check(assets.derivative)],
+    )
+    def directional_derivative(context: dg.AssetExecutionContext) -> dg.MaterializeResult:  # type: ignore[type-arg]  # Dagster compares it
+        from magic_pipeline.attribution.validation import write_directional_derivative
+        from magic_pipeline.attribution.validation_tables import derivative_lines
+
+        with operating(context):
+            opened = opened_once(experiment)
+            report = _worked(RunProgress(context), lambda **keywords: write_directional_derivative(opened, **keywords))
+            lines = "\n".join(derivative_lines(report.content))
+            metadata = {"table": dg.MetadataValue.md(f"```\n{lines}\n```")}
+            return _result(opened, report, metadata, derivative_result(report.content))
+
+    return directional_derivative
+
+
 def smoothness_asset(experiment: Experiment) -> dg.AssetsDefinition:
     """Trains with the data weights moved by 0, h and 2h. It needs nothing, so it can be asked before anything else."""
     assets = ExperimentAssets.of(experiment)
@@ -226,14 +260,17 @@ def smoothness_asset(experiment: Experiment) -> dg.AssetsDefinition:
     return metasmoothness
 
 
-def _result(opened: "OpenExperiment", report: "Report", metadata: dict[str, Any]) -> dg.MaterializeResult[Any]:
+def _result(
+    opened: "OpenExperiment", report: "Report", metadata: dict[str, Any], *checks: dg.AssetCheckResult
+) -> dg.MaterializeResult[Any]:
     facts = {
         "reported_again": report.found,
         "digest": report.digest,
         "fingerprint": opened.fingerprint,
         "files": [f"{opened.store.url}/{path}" for path in report.paths],
     }
-    return dg.MaterializeResult(data_version=dg.DataVersion(report.digest), metadata=metadata | facts)
+    version = dg.DataVersion(report.digest)
+    return dg.MaterializeResult(data_version=version, metadata=metadata | facts, check_results=list(checks))
 
 
 def _worked(progress: RunProgress, write: "Callable[..., Report]") -> "Report":

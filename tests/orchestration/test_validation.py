@@ -5,24 +5,36 @@ from __future__ import annotations
 from pathlib import Path
 
 import dagster as dg
+import numpy as np
 import pytest
 from dagster._core.storage.tags import ASSET_PARTITION_RANGE_END_TAG, ASSET_PARTITION_RANGE_START_TAG
 
 from magic_pipeline.attribution import bank_plan, ledger, retraining
+from magic_pipeline.attribution.directional_derivative import DirectionalDerivative, QueryDerivative
 from magic_pipeline.attribution.experiment import Experiment, load_experiment
 from magic_pipeline.attribution.opening import OpenExperiment
+from magic_pipeline.attribution.score_matrix import combine
+from magic_pipeline.attribution.score_table import ScoreTable
 from magic_pipeline.orchestration.building import build_definitions
+from magic_pipeline.orchestration.checks import derivative_result, matrix_results
 from magic_pipeline.orchestration.operating import opened_once
 from magic_pipeline.orchestration.partitions import ExperimentAssets
 from magic_pipeline.orchestration.running import RunFailedError, run_experiment
 from magic_pipeline.orchestration.validation_assets import subset_keys
+from tests.attribution.test_score_matrix import table
 from tests.orchestration.small_experiment import materializations, red_partitions
 
+CHECKS = {
+    "score_matrix": ("scores_are_finite", "scores_differ", "all_queries_have_scores"),
+    "directional_derivative": ("scores_agree_with_training",),
+    "linear_datamodeling_score": ("lds_is_above_its_bound",),
+}
 SECTION = """
 validation:
   lds: {subsets: 4, drop_fraction: [0.25, 0.5]}
   removal: {counts: [1, 2], random: 2, queries: 2}
   smoothness: {}
+  derivative: {}
 """
 
 
@@ -54,8 +66,9 @@ def test_a_run_makes_everything_that_the_section_asks_for_and_a_second_run_nothi
 ) -> None:
     assets = ExperimentAssets.of(validated)
     ran = [(asset, count) for asset, count, _ in run_experiment(its_instance, validated).runs]
-    assert ran[-4:] == [
+    assert ran[-5:] == [
         ("metasmoothness", 1),
+        ("directional_derivative", 1),
         ("retrained_subsets", 8),
         ("linear_datamodeling_score", 1),
         ("removal_curves", 1),
@@ -69,9 +82,49 @@ def test_a_run_makes_everything_that_the_section_asks_for_and_a_second_run_nothi
     # A linear model in float64: what leaving two of twelve examples out does is nearly linear.
     mean = metadata["drop_0.25_mean_lds"].value
     assert isinstance(mean, float) and 0.5 < mean <= 1
+    assert checks(its_instance, assets) == {
+        "scores_are_finite": (True, "ERROR"),
+        "scores_differ": (True, "WARN"),
+        "all_queries_have_scores": (True, "WARN"),
+        "scores_agree_with_training": (True, "ERROR"),
+        "lds_is_above_its_bound": (mean >= 0.9, "WARN"),
+    }
     events = its_instance.event_log_storage.get_maximum_record_id()
     assert run_experiment(its_instance, validated).runs == []
     assert its_instance.event_log_storage.get_maximum_record_id() == events
+
+
+def checks(instance: dg.DagsterInstance, assets: ExperimentAssets) -> dict[str, tuple[bool, str]]:
+    """Name -> (passed, severity) of the newest evaluation of every asset check."""
+    found = {}
+    for key in (assets.matrix, assets.derivative, assets.lds):
+        for name in CHECKS[key.path[-1]]:
+            [record] = instance.event_log_storage.get_asset_check_execution_history(
+                dg.AssetCheckKey(key, name), limit=1
+            )
+            assert record.event is not None and record.event.dagster_event is not None
+            evaluation = record.event.dagster_event.asset_check_evaluation_data
+            found[name] = (evaluation.passed, evaluation.severity.name)
+    return found
+
+
+def test_a_wrong_score_and_a_query_without_gradient_fail_the_checks_that_are_there_for_them() -> None:
+    good = QueryDerivative("good", 1.0, 1.001, 0.001)
+    wrong = QueryDerivative("wrong", 1.0, 1.2, 0.17)
+    lost = QueryDerivative("lost", 1.0, None, None)
+    for rows, failing in (((good,), ""), ((good, wrong), "wrong"), ((lost, good), "lost")):
+        found = derivative_result(DirectionalDerivative(0.01, 0.02, rows).as_dict())
+        assert found.passed is (failing == "") and found.severity is dg.AssetCheckSeverity.ERROR
+        assert failing == "" or found.metadata["which"].value == failing
+    matrix = combine([replace_scores(table("flat"), 0.5), table("other")])
+    results = {result.check_name: result for result in matrix_results(matrix, ["flat", "other", "late"])}
+    assert results["scores_are_finite"].passed
+    assert results["scores_differ"].metadata["which"].value == "flat" and not results["scores_differ"].passed
+    assert results["all_queries_have_scores"].metadata["which"].value == "late"
+
+
+def replace_scores(one: ScoreTable, value: float) -> ScoreTable:
+    return ScoreTable(one.facts, one.ids, np.full_like(one.scores, value))
 
 
 @pytest.mark.usefixtures("one_by_one")
