@@ -248,6 +248,26 @@ def _export_picture(opened: OpenExperiment, output: Path, options: argparse.Name
     return DONE
 
 
+def report(options: argparse.Namespace) -> int:
+    """Write one HTML page: training, the queries with their top examples, validation, and what it all has cost."""
+    from magic_pipeline.attribution.opening import open_experiment
+    from magic_pipeline.orchestration.instance import has_instance, open_instance
+    from magic_pipeline.orchestration.run_costs import run_costs
+    from magic_pipeline.reporting.html_report import html_report
+
+    experiment = _experiment(options.experiment)
+    output, runs = options.output or Path(f"{experiment.name}_report.html"), []
+    if not output.parent.is_dir() or output.is_dir():
+        raise InputError("should be a file in a folder that exists", file=output, field="output")
+    if has_instance(experiment.folder):
+        with open_instance(experiment.folder) as instance:
+            runs = run_costs(instance, experiment)
+    page = html_report(open_experiment(experiment), ids=options.queries, count=options.count, runs=runs)
+    output.write_text(page, encoding="utf-8")
+    _print_json({"file": str(output), "bytes": len(page)}) if options.json else print(f"report written to {output}")
+    return DONE
+
+
 def compare(options: argparse.Namespace) -> int:
     """Correlate the scores of all finished queries with those of another tool, by query and unit ids."""
     from magic_pipeline.attribution.comparing import compare, read_foreign_scores
@@ -443,6 +463,10 @@ def _parser() -> argparse.ArgumentParser:
     exporting = add("export", export)
     exporting.add_argument("--format", choices=("parquet", "arrow", "csv", "npz", "png"), default="parquet")
     exporting.add_argument("--output", type=Path, metavar="FILE", help="default: NAME_scores.FORMAT")
+    reporting = add("report", report)
+    reporting.add_argument("--output", type=Path, metavar="FILE", help="default: NAME_report.html")
+    reporting.add_argument("--queries", nargs="+", metavar="ID", help="only these queries (the first 50)")
+    reporting.add_argument("--count", type=int, default=5, metavar="N", help="examples a side of each query (5)")
     comparing = add("compare", compare)
     comparing.add_argument(
         "file", type=Path, metavar="FILE", help="scores of another tool: .parquet, .csv, .arrow or .npz"

@@ -38,8 +38,9 @@ def derivative_lines(content: Mapping[str, Any]) -> list[str]:
     lines = [f"{what}: {verdict}, worst relative error {worst} (tolerance {content['tolerance']:g})"]
     lines.append(f"  {'query':<{_ID}} {'scores':>12} {'trainings':>12} {'error':>9}")
     for row in content["queries"]:
-        numbers = ["-" if row[name] is None else f"{row[name]:.6g}" for name in ("difference", "error")]
-        lines.append(f"  {_cut(row['query']):<{_ID}} {row['predicted']:>12.6g} {numbers[0]:>12} {numbers[1][:9]:>9}")
+        kinds = (("difference", ".6g"), ("error", ".2g"))
+        numbers = ["-" if row[name] is None else format(row[name], kind) for name, kind in kinds]
+        lines.append(f"  {_cut(row['query']):<{_ID}} {row['predicted']:>12.6g} {numbers[0]:>12} {numbers[1]:>9}")
     return lines
 
 

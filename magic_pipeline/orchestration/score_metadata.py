@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 import dagster as dg
@@ -36,6 +37,25 @@ def score_metadata(opened: OpenExperiment, sheet: ScoreSheet, table: ScoreTable)
         "fingerprint": opened.fingerprint,
         "versions": dict(table.facts.versions),
     }
+
+
+def chart_metadata(name: str, make: Callable[[], bytes], alt: str) -> dict[str, Any]:
+    """A chart for the UI; nothing without the extra `reports`, for nothing fails for want of a picture."""
+    from magic_pipeline.reporting.tables import markdown_image
+
+    try:
+        return {name: dg.MetadataValue.md(markdown_image(make(), alt))}
+    except InputError as error:
+        logger.warning("no picture: %s", error)
+        return {}
+
+
+def costs_metadata(opened: OpenExperiment) -> dict[str, Any]:
+    """What everything has cost so far, as a table."""
+    from magic_pipeline.attribution.costs import costs
+    from magic_pipeline.reporting.tables import costs_table
+
+    return {"costs": dg.MetadataValue.md(costs_table(costs(opened)))}
 
 
 def terminal_report(opened: OpenExperiment, key: str) -> str:

@@ -14,7 +14,7 @@ from magic_pipeline.orchestration.checks import matrix_checks, matrix_results
 from magic_pipeline.orchestration.materializations import Input, log_partition
 from magic_pipeline.orchestration.operating import opened_once, operating
 from magic_pipeline.orchestration.partitions import ExperimentAssets, planned_keys
-from magic_pipeline.orchestration.score_metadata import score_metadata
+from magic_pipeline.orchestration.score_metadata import costs_metadata, score_metadata
 
 if TYPE_CHECKING:
     from magic_pipeline.attribution.opening import OpenExperiment
@@ -115,6 +115,7 @@ def matrix_asset(experiment: Experiment) -> dg.AssetsDefinition:
                     "file": f"{opened.store.url}/{sheet.path}",
                     "digest": sheet.digest,
                     "fingerprint": opened.fingerprint,
+                    **costs_metadata(opened),
                 },
             )
 

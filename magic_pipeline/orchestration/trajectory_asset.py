@@ -16,6 +16,7 @@ from magic_pipeline.orchestration.interrupts import deferred_interrupts
 from magic_pipeline.orchestration.operating import opened_once, operating, wait_while_held
 from magic_pipeline.orchestration.partitions import ExperimentAssets, add_query_keys
 from magic_pipeline.orchestration.progress import RunProgress
+from magic_pipeline.orchestration.score_metadata import chart_metadata
 
 if TYPE_CHECKING:
     from magic_pipeline.attribution.opening import OpenExperiment
@@ -75,6 +76,8 @@ def _train(opened: "OpenExperiment", progress: RunProgress) -> "Trajectory":
 
 
 def _metadata(opened: "OpenExperiment", trajectory: "Trajectory", progress: RunProgress) -> dict[str, Any]:
+    from magic_pipeline.reporting.charts import loss_chart
+
     made = trajectory.steps - trajectory.resumed_from
     metadata: dict[str, Any] = {
         "reported_again": made == 0,
@@ -87,6 +90,7 @@ def _metadata(opened: "OpenExperiment", trajectory: "Trajectory", progress: RunP
         "stored_in": f"{opened.store.url}/{opened.folder}",
         "versions": dict(trajectory.versions),
     }
+    metadata |= chart_metadata("loss_curve", lambda: loss_chart(trajectory.losses), "the loss of every training step")
     if made:
         metadata |= {"resumed_from_step": trajectory.resumed_from} | progress.metadata()
     return metadata

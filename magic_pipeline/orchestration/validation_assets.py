@@ -3,6 +3,7 @@
 
 # No postponed annotations here: Dagster compares the annotation of `context` itself.
 
+import functools
 import time
 from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING, Any
@@ -21,6 +22,7 @@ from magic_pipeline.orchestration.materializations import Input, log_partition
 from magic_pipeline.orchestration.operating import opened_once, operating, wait_while_held
 from magic_pipeline.orchestration.partitions import ExperimentAssets, planned_keys
 from magic_pipeline.orchestration.progress import RunProgress
+from magic_pipeline.orchestration.score_metadata import chart_metadata
 
 if TYPE_CHECKING:
     from magic_pipeline.attribution.opening import OpenExperiment
@@ -154,6 +156,7 @@ def lds_asset(experiment: Experiment) -> dg.AssetsDefinition:
         from magic_pipeline.attribution.linear_datamodeling import LinearDatamodelingScore
         from magic_pipeline.attribution.validation import write_lds
         from magic_pipeline.attribution.validation_tables import lds_markdown, summary
+        from magic_pipeline.reporting.charts import prediction_chart
 
         with operating(context):
             opened = opened_once(experiment)
@@ -162,6 +165,11 @@ def lds_asset(experiment: Experiment) -> dg.AssetsDefinition:
             numbers: dict[str, Any] = {}
             for table in tables:
                 name = f"drop_{table.drop_fraction:g}"
+                chart = functools.partial(prediction_chart, table.predicted, table.actual)
+                if table.subsets:
+                    numbers |= chart_metadata(
+                        f"{name}_chart", chart, f"true against predicted changes, {summary(table)}"
+                    )
                 numbers[f"{name}_subsets"] = f"{table.subsets} of {table.of}"
                 numbers[f"{name}_undefined_queries"] = table.undefined
                 if table.defined:

@@ -6,9 +6,13 @@ import base64
 import io
 from collections.abc import Sequence
 from itertools import zip_longest
+from typing import TYPE_CHECKING
 
-from magic_pipeline.reporting.text import columns, markdown_text, one_line, score_text
+from magic_pipeline.reporting.text import columns, markdown_text, one_line, score_text, short_count, short_size
 from magic_pipeline.reporting.top_examples import Render, ScoredExample, TopExamples
+
+if TYPE_CHECKING:
+    from magic_pipeline.attribution.costs import Cost
 
 THUMBNAIL = 48  # pixels
 ID_WIDTH = 80
@@ -26,6 +30,17 @@ def markdown_table(top: TopExamples) -> str:
             _markdown_section("Most harmful (more weight on these raises it)", top.harmful),
         ]
     )
+
+
+def costs_table(costs: Sequence[Cost]) -> str:
+    """What each part has cost, as Markdown."""
+    rows = ["| | steps | made twice | FLOPs | stored |", "|---|---:|---:|---:|---:|"]
+    for cost in costs:
+        what = markdown_text(cost.what, ID_WIDTH)
+        rows.append(
+            f"| {what} | {cost.steps:,} | {cost.redone:,} | {short_count(cost.flops)} | {short_size(cost.bytes)} |"
+        )
+    return "\n".join(rows)
 
 
 def markdown_image(png: bytes, description: str) -> str:

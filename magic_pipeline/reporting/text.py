@@ -20,6 +20,30 @@ def score_text(score: float) -> str:
     return f"{score:+.2e}" if len(f"{score:+.2e}") <= 9 else f"{score:+.1e}"
 
 
+def short_count(count: float) -> str:
+    """
+    >>> short_count(950), short_count(1.234e9)
+    ('950', '1.23G')
+    """
+    for unit in ("", "K", "M", "G", "T"):
+        if count < 1000:
+            return f"{count:.3g}{unit}"
+        count /= 1000
+    return f"{count:.3g}P"
+
+
+def short_size(size: float) -> str:
+    """
+    >>> short_size(1000), short_size(3 * 2**20)
+    ('1000 B', '3 MiB')
+    """
+    for unit in ("B", "KiB", "MiB", "GiB"):
+        if size < 1024:
+            return f"{size:.0f} B" if unit == "B" else f"{size:.3g} {unit}"
+        size /= 1024
+    return f"{size:.3g} TiB"
+
+
 def columns(text: str) -> int:
     """How many columns of a terminal the text takes: two for a wide character (Chinese, emoji), none for a combining one.
 

@@ -41,6 +41,7 @@ class Operations:
 
     Attributes:
         made: those that were begun, in order.
+        sends: whether half of a publication is with the storage when it is struck in the middle.
     """
 
     def __init__(
@@ -48,8 +49,10 @@ class Operations:
         strike: Strike | None,
         act: Callable[[Operation], None],
         counts: Callable[[Operation], bool] = lambda operation: True,
+        sends: bool = True,
     ) -> None:
         self.made: list[Operation] = []
+        self.sends = sends
         self._strike, self._act, self._counts = strike, act, counts
         self._lock = threading.Lock()
 
@@ -107,7 +110,7 @@ class StruckSink:
             write(whole)
             content = whole.getvalue()
             half = len(content) // 2
-            send(stream, content[:half])
+            send(stream, content[:half]) if self._operations.sends else stream.write(content[:half])
             self._operations.act(operation)
             stream.write(content[half:])
 
@@ -129,9 +132,10 @@ def install(
     strike: Strike | None,
     act: Callable[[Operation], None],
     counts: Callable[[Operation], bool] = lambda operation: True,
+    sends: bool = True,
 ) -> Operations:
     """From now on every store that this process opens has a sink that counts and strikes."""
-    operations = Operations(strike, act, counts)
+    operations = Operations(strike, act, counts, sends)
 
     def opening(*arguments: Any, **settings: Any) -> Any:
         return StruckSink(open_sink(*arguments, **settings), operations)

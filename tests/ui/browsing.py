@@ -42,6 +42,13 @@ def browser(profile: Path) -> Iterator[webdriver.Chrome]:
         driver.quit()
 
 
+def show_at_width(driver: webdriver.Chrome, page: Path, width: int) -> None:
+    """A local page in a window as wide as this, which is a phone's below 600."""
+    metrics = {"width": width, "height": 900, "deviceScaleFactor": 1, "mobile": width < 600}
+    driver.execute_cdp_cmd("Emulation.setDeviceMetricsOverride", metrics)
+    driver.get(page.absolute().as_uri())
+
+
 def wait_for_text(driver: webdriver.Chrome, *texts: str, seconds: float = 60) -> None:
     """Waits until the page shows all of `texts`.
 

@@ -1,4 +1,4 @@
-"""The pictures of the UI in docs/images, made from the finished digits demo: python -m tests.ui.pictures"""
+"""The pictures of the UI and of the report in docs/images, made from the finished digits demo: python -m tests.ui.pictures"""
 
 from __future__ import annotations
 
@@ -9,7 +9,8 @@ from pathlib import Path
 from selenium import webdriver
 from selenium.webdriver.common.by import By
 
-from tests.ui.browsing import browser, click, served, wait_for_text
+from magic_pipeline import cli
+from tests.ui.browsing import browser, click, served, show_at_width, wait_for_text
 
 ROOT = Path(__file__).parents[2]
 IMAGES = ROOT / "docs" / "images"
@@ -40,6 +41,18 @@ def main() -> None:
                 time.sleep(3)
                 driver.find_element(By.CSS_SELECTOR, "[role=dialog]").screenshot(str(IMAGES / f"{picture}.png"))
                 driver.refresh()
+    report(ROOT / "experiments" / "digits.yaml")
+
+
+def report(experiment: Path) -> None:
+    """What stands below the first heading of the report: above it is a path of this machine."""
+    with tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as name, browser(Path(name) / "profile") as driver:
+        page = Path(name) / "report.html"
+        cli.main(["report", str(experiment), "--output", str(page)])
+        for picture, width, heading in (("report-desktop", 1000, 1), ("report-phone", 390, -1)):
+            show_at_width(driver, page, width)
+            driver.execute_script(f"[...document.querySelectorAll('h2')].at({heading}).scrollIntoView()")
+            _save(driver, picture)
 
 
 def _save(driver: webdriver.Chrome, name: str) -> None:
