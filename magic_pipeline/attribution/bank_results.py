@@ -73,7 +73,7 @@ def _runs(of: OpenBank, block: tuple[str, ...]) -> list[RetrainedRun]:
         diverged = complete.facts["diverged"].get(label)
         digest = of.bank.run(label).digest
         version = fingerprint({"bank": expect["bank"], "run": digest, "model": complete.facts["models"][row]})
-        values = {q.key: float(measured[q.digest][row]) for q in of.opened.queries if q.digest in measured}
+        values = {q.key: float(measured[q.measured][row]) for q in of.opened.queries if q.measured in measured}
         result = RunResult(label, digest, values if diverged is None else {}, diverged)
         runs.append(RetrainedRun(label, version, result))
     return runs

@@ -34,6 +34,7 @@ def check_before_training(opened: OpenExperiment) -> None:
     # Shapes, dtypes and finiteness of the losses, found before anything is sealed.
     train_step(opened.recipe, opened.initial_state, opened.data(0))
     if opened.board.leads:
+        _check_places(opened)
         _check_queries(opened)
         check_model(opened)
     opened.board.collect(None)
@@ -94,6 +95,24 @@ def _check_determinism(opened: OpenExperiment) -> None:
             "the dataset and collate must be deterministic (draw from a generator seeded by the example)",
             field="task",
         )
+
+
+def _check_places(opened: OpenExperiment) -> None:
+    """A loss that belongs to no token or document would be in the training and in no score."""
+    state = opened.initial_state
+    for shard in opened.data(0)[:1]:
+        if shard.score_places.dim() == 2:
+            with torch.no_grad():
+                losses = opened.recipe.model.losses(
+                    state.params, state.buffers, state.counters, shard.batch, shard.seed
+                ).losses
+            homeless = (shard.score_places < 0).to(losses.device)
+            if bool((losses[homeless] != 0).any()):
+                raise InputError(
+                    f"a loss in the first batch is not 0 where the batch has no {opened.scored.kind} (padding): its part would be "
+                    "in no score",
+                    field="task",
+                )
 
 
 def _check_queries(opened: OpenExperiment) -> None:

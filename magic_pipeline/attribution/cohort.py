@@ -213,7 +213,7 @@ class Cohort:
         return {part_of(rank): pieces[rank] | {"scores": scores[rank]} for rank in self.opened.ranks.hosted}
 
     def _scores(self, member: Member) -> dict[int, Tensor]:
-        rows = torch.split(self.lanes.scores[member.lane].clone(), len(self.opened.units))
+        rows = torch.split(self.lanes.scores[member.lane].clone(), self.opened.scored.places)
         return dict(zip(self.opened.ranks.hosted, rows, strict=True))
 
     def _seals(

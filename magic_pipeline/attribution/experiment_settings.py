@@ -175,10 +175,11 @@ class TrainingSettings(Section):
 
 
 class AttributionSettings(Section):
-    """How the walk back through training is carried out. None of it changes a score beyond rounding."""
+    """How the walk back through training is carried out. None of it but `unit` changes a score beyond rounding."""
 
-    unit: Literal["example"] = Field(
-        default="example", description="what gets a score of its own; only example for now"
+    unit: Literal["example", "token", "document"] = Field(
+        default="example",
+        description="what gets a score of its own: example; token, each token of each example; document, of packed rows",
     )
     segment_steps: AutoOrCount = Field(
         default="auto", description="training steps per segment; auto takes the square root of the number of steps"

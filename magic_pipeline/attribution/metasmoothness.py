@@ -55,7 +55,7 @@ def metasmoothness(
     settings = settings or SmoothnessSettings()
     of = open_bank(
         opened,
-        smoothness_bank(opened.fingerprint, len(opened.units), settings),
+        smoothness_bank(opened.weighted, len(opened.units), settings),
         needs_trajectory=False,
         keep_models=True,
     )

@@ -20,6 +20,7 @@ from magic_pipeline.attribution.experiment import Experiment, recipe_content
 from magic_pipeline.attribution.experiment_settings import AdamWSettings, TableSchedule
 from magic_pipeline.attribution.layout import Layout
 from magic_pipeline.attribution.queries import partition_keys
+from magic_pipeline.attribution.units import Units, find_units
 from magic_pipeline.checkpoints.chain import Chain
 from magic_pipeline.checkpoints.digests import fingerprint, tensors_digest
 from magic_pipeline.checkpoints.store import Store
@@ -40,11 +41,17 @@ SCHEMA = 1
 
 @dataclass(frozen=True)
 class OpenQuery:
-    """A query with its partition key and the digest of its content."""
+    """A query with its partition key and digests.
+
+    Attributes:
+        digest: of the walk's identity: the query's content and, unless it is example, the unit of the scores.
+        measured: of the content alone, which the trained model is asked for.
+    """
 
     id: str
     key: str
     digest: str
+    measured: str
     query: Query
 
 
@@ -57,8 +64,7 @@ class OpenExperiment:
         initial_state: the state before step 0.
         order: the example indices of every step.
         dataset: the training examples.
-        units: the ids that get a score each, in the order of their first example.
-        unit_of_example: `[examples]` int64, the score row of each example.
+        scored: what gets a score of its own.
         queries: in the task's order.
         fingerprint: sha256 of all that changes the trained model's numbers; `facts` in readable form.
     """
@@ -70,8 +76,7 @@ class OpenExperiment:
     initial_state: TrainState
     order: Order
     dataset: Dataset
-    units: tuple[str, ...]
-    unit_of_example: Tensor
+    scored: Units
     queries: tuple[OpenQuery, ...]
     store: Store
     fingerprint: str
@@ -82,6 +87,18 @@ class OpenExperiment:
     def ranks(self) -> Ranks:
         """The logical ranks, and which of them are this process's."""
         return self.recipe.ranks
+
+    @property
+    def units(self) -> tuple[str, ...]:
+        """The ids that get a row of a score table each, in the order of their first appearance."""
+        return self.scored.ids
+
+    @property
+    def weighted(self) -> str:
+        """The training fingerprint, and what retrainings weigh: the same examples with any unit but document."""
+        if self.scored.kind != "document":
+            return self.fingerprint
+        return fingerprint({"training": self.fingerprint, "unit": "document"})
 
     @property
     def steps(self) -> int:
@@ -138,8 +155,8 @@ class OpenExperiment:
 
     @property
     def score_rows(self) -> int:
-        """Rows of this process's score accumulators: one block of all units for each rank that it hosts."""
-        return len(self.ranks.hosted) * len(self.units)
+        """Length of this process's score accumulators: one block of all places for each rank that it hosts."""
+        return len(self.ranks.hosted) * self.scored.places
 
     def phi(self, query: OpenQuery, params: Mapping[str, Tensor], buffers: Mapping[str, Tensor]) -> Tensor:
         """The query's measurement [], differentiable in params and buffers; eval mode, a batch of its own."""
@@ -148,12 +165,14 @@ class OpenExperiment:
 
     def _shard(self, step: int, rank: int, position: int, number: int, indices: Sequence[int]) -> Shard:
         batch = self.task.collate([self.dataset[index] for index in indices])
+        units, places = self.scored.of_batch(self.task, indices, batch, position)
         return Shard(
             batch=batch,
-            units=self.unit_of_example[list(indices)] + position * len(self.units),
+            units=units,
             denominator=protocol.denominator(self.task, batch),
             seed=shard_seed(self.experiment.training.seed, step, rank, number),
             rank=rank,
+            places=places,
         )
 
 
@@ -191,8 +210,6 @@ def _open(experiment: Experiment, gang: Gang, board: Board) -> OpenExperiment:
         load_initial_weights(module, experiment.resolve(experiment.init))
     dataset = task.training_data()
     order = batch_order(experiment, len(dataset))
-    units = tuple(dict.fromkeys(dataset.ids))
-    rows = {unit: row for row, unit in enumerate(units)}
     model = FunctionalModel(
         _copy(module),
         example_losses=task.example_losses,
@@ -215,9 +232,8 @@ def _open(experiment: Experiment, gang: Gang, board: Board) -> OpenExperiment:
         initial_state=initial,
         order=order,
         dataset=dataset,
-        units=units,
-        unit_of_example=torch.tensor([rows[unit] for unit in dataset.ids], dtype=torch.int64),
-        queries=_open_queries(task),
+        scored=find_units(task, dataset, experiment.attribution.unit),
+        queries=_open_queries(task, experiment.attribution.unit),
         store=Store(experiment.storage_url, options=experiment.storage_options or None),
         fingerprint=fingerprint(facts),
         facts=facts,
@@ -353,12 +369,15 @@ def _constants(model: FunctionalModel) -> dict[str, Tensor]:
     return {f"constants/{name}": tensor.detach() for name, tensor in named.items() if name not in model.params}
 
 
-def _open_queries(task: Task) -> tuple[OpenQuery, ...]:
+def _open_queries(task: Task, unit: str) -> tuple[OpenQuery, ...]:
     queries = list(task.queries())
     keys = partition_keys(query.id for query in queries)
     opened = []
     for query in queries:
         batch = task.collate(query.examples)
         content = {"batch": batch, "coefficients": list(query.coefficients)}
-        opened.append(OpenQuery(query.id, keys[query.id], content_digest(content)[:32], query))
+        measured = content_digest(content)[:32]
+        # Scores by another unit are another walk over the same trajectory (docs/decisions/013-units.md).
+        digest = measured if unit == "example" else content_digest({"query": measured, "unit": unit})[:32]
+        opened.append(OpenQuery(query.id, keys[query.id], digest, measured, query))
     return tuple(opened)

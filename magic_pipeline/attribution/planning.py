@@ -32,6 +32,8 @@ class Plan:
     """A forecast. Times are seconds, sizes bytes; what is finished already is not counted again.
 
     Attributes:
+        places: scores of a query: units, or with unit: token the tokens of all of them. A query holds that many numbers in
+            memory, and in each of its checkpoints.
         checkpoint_bytes: one query's sealed checkpoint; two generations are kept while it is walked.
         at_risk_seconds: the work that a kill costs at most: one segment.
         chunk: queries per batched call, as measured now; a walk measures again when it seals its plan.
@@ -45,7 +47,9 @@ class Plan:
     threads: int
     parameters: int
     examples: int
+    unit: str
     units: int
+    places: int
     steps: int
     segments: int
     training_complete: bool
@@ -85,6 +89,7 @@ class Plan:
             f"training     {self.steps:,} steps in {self.segments:,} segments over {self.examples:,} examples: {training}",
             f"walk         {left:,} of {self.queries:,} queries to do, {self.lanes} at a time, {self.chunk} per batched call:",
             f"             {_duration(self.walk_seconds)}, {_flops(self.walk_flops)}",
+            f"scores       {self.places:,} a query: one for each {self.unit}",
             f"memory       about {_bytes(self.peak_memory_bytes)} of a budget of {_bytes(self.memory_budget_bytes)}, holding {held}",
             f"storage      {_bytes(self.stored_bytes)} at most: the trajectory {_bytes(self.trajectory_bytes)}, a query's checkpoint",
             f"             {_bytes(self.checkpoint_bytes)} (two are kept while it is walked)",
@@ -123,7 +128,7 @@ def _plan(opened: OpenExperiment, threads: int) -> Plan:
     lane_seconds = seconds_per_lane(opened, record, shards, widths.chunk, graph_seconds) if left else 0.0
     per_step = [step_seconds + graph_seconds + lanes * lane_seconds for lanes in groups]
     state_bytes = sum(tensor.nbytes for tensor in opened.initial_state.flat().values())
-    checkpoint = widths.sizes.state + len(opened.units) * state_item_bytes(opened)
+    checkpoint = widths.sizes.state + opened.scored.places * state_item_bytes(opened)
     saves = save_steps(boundaries, opened.experiment.attribution.save_every)
     at_risk = max(longest, max((a - b for a, b in zip((opened.steps, *saves), saves, strict=False)), default=1))
     trajectory_bytes = len(boundaries) * state_bytes
@@ -136,7 +141,9 @@ def _plan(opened: OpenExperiment, threads: int) -> Plan:
         threads=threads,
         parameters=sum(tensor.numel() for tensor in opened.initial_state.params.values()),
         examples=len(opened.dataset),
+        unit=opened.scored.kind,
         units=len(opened.units),
+        places=opened.scored.places,
         steps=opened.steps,
         segments=len(boundaries) - 1,
         training_complete=status.complete,
@@ -178,7 +185,7 @@ def state_item_bytes(opened: OpenExperiment) -> int:
 
 
 def _scores_bytes(opened: OpenExperiment, queries: int) -> int:
-    return queries * len(opened.units) * state_item_bytes(opened)
+    return queries * opened.scored.places * state_item_bytes(opened)
 
 
 def _duration(seconds: float) -> str:

@@ -207,14 +207,14 @@ class _Work:
         for name in later.sealed():
             sealed = later.load(name.step, of.expect(block))
             known |= set() if sealed is None else set(sealed.facts["queries"])
-        missing = [query for query in opened.queries if query.digest not in known]
+        missing = [query for query in opened.queries if query.measured not in known]
         if not missing:
             return
         models = TrainState.from_flat(opened.steps, complete.tensors(MODELS))
         with later.take() as lease:
             step = 1 + max((name.step for name in later.sealed()), default=-1)
             parts = {MEASUREMENTS: _measurements(opened, of.plan, models, missing)}
-            lease.seal(step, parts, of.expect(block) | {"queries": [query.digest for query in missing]})
+            lease.seal(step, parts, of.expect(block) | {"queries": [query.measured for query in missing]})
 
 
 @dataclass
@@ -277,7 +277,7 @@ class _Block:
         if plan.keep_models:
             parts[MODELS] = models
         facts = self._facts() | {
-            "queries": [query.digest for query in opened.queries],
+            "queries": [query.measured for query in opened.queries],
             "models": [tensors_digest({n: t[row] for n, t in models.items()}) for row in range(len(self.labels))],
         }
         self.lease.complete(parts, facts)
@@ -319,7 +319,7 @@ def _measurements(
     opened: OpenExperiment, plan: BankPlan, state: TrainState, queries: Sequence[OpenQuery]
 ) -> dict[str, Tensor]:
     """Query digest -> phi of every run `[runs]`, float64."""
-    return {query.digest: _phi(opened, plan, state, query).to(torch.float64).cpu() for query in queries}
+    return {query.measured: _phi(opened, plan, state, query).to(torch.float64).cpu() for query in queries}
 
 
 def _phi(opened: OpenExperiment, plan: BankPlan, state: TrainState, query: OpenQuery) -> Tensor:

@@ -1,7 +1,8 @@
 """One query's scores as one Parquet file that says what it is. Local files only; no torch, no store.
 
-Columns: `unit` (the example's id), `index` (its score row, 0 .. n-1) and `score` in the run's dtype. The key-value
-metadata, under `magic_pipeline.*`, is a `ScoreFacts` and the sign convention in words: it needs nothing beside it.
+Columns: `unit` (the example's id), `index` (its score row, 0 .. n-1) and `score` in the run's dtype. Scores of tokens add the lists
+`token_score`, `token_id` and `token_label`, one entry per token of the example (token_columns.py). The key-value metadata, under
+`magic_pipeline.*`, is a `ScoreFacts` and the sign convention in words: it needs nothing beside it.
 """
 
 from __future__ import annotations
@@ -17,6 +18,14 @@ import numpy.typing as npt
 import pyarrow as pa
 import pyarrow.parquet as pq
 
+from magic_pipeline.attribution.token_columns import (
+    TokenScores,
+    TokensOfUnit,
+    read_tokens,
+    token_columns,
+    token_fields,
+    token_types,
+)
 from magic_pipeline.errors import DamagedObjectError, InputError, NonFiniteError
 
 SCHEMA_VERSION = 1
@@ -60,6 +69,9 @@ class ScoreFacts:
 class ScoreTable:
     """The scores of one query: `scores[i]` (float32 or float64) belongs to the unit `ids[i]`.
 
+    Attributes:
+        tokens: with `unit: token`, the scores of each unit's tokens; `scores[i]` is their sum.
+
     Raises:
         InputError: an id is given twice, is no text, or the lengths differ.
         NonFiniteError: a score is NaN or infinite.
@@ -68,6 +80,19 @@ class ScoreTable:
     facts: ScoreFacts
     ids: tuple[str, ...]
     scores: Scores
+    tokens: TokenScores | None = None
+
+    def tokens_of(self, unit: str) -> TokensOfUnit:
+        """The tokens of one example with their scores.
+
+        Raises:
+            InputError: there is no such unit, or the scores are not of tokens.
+        """
+        if self.tokens is None:
+            raise InputError(f"the scores are of {self.facts.unit}s, not of tokens", field="attribution.unit")
+        if unit not in self.ids:
+            raise InputError(f"there is no unit {unit!r}", field=f"query {self.facts.query_id!r}")
+        return self.tokens.of(self.ids.index(unit))
 
     def __post_init__(self) -> None:
         query = f"query {self.facts.query_id!r}"
@@ -77,6 +102,8 @@ class ScoreTable:
         if len(self.ids) != len(self.scores):
             raise InputError(f"there are {len(self.ids)} units but {len(self.scores)} scores", field=query)
         check_unit_ids(self.ids)
+        if self.tokens is not None:
+            self.tokens.check(self.scores, query)
         if not np.isfinite(self.scores).all():
             wrong = np.flatnonzero(~np.isfinite(self.scores))
             first = f"the first is {self.scores[wrong[0]]} for the unit {self.ids[wrong[0]]!r}"
@@ -88,6 +115,7 @@ class ScoreTable:
             isinstance(other, ScoreTable)
             and (self.facts, self.ids, self.scores.dtype) == (other.facts, other.ids, other.scores.dtype)
             and self.scores.tobytes() == other.scores.tobytes()
+            and self.tokens == other.tokens
         )
 
     __hash__ = None  # type: ignore[assignment]
@@ -95,6 +123,7 @@ class ScoreTable:
 
 def write_score_table(table: ScoreTable, path: Path) -> None:
     """Writes a local Parquet file. Equal tables give equal bytes under one pyarrow version."""
+    tokens = table.tokens
     schema = pa.schema(
         [
             pa.field("unit", pa.string(), nullable=False, metadata={"description": f"id of the {table.facts.unit}"}),
@@ -105,12 +134,14 @@ def write_score_table(table: ScoreTable, path: Path) -> None:
                 nullable=False,
                 metadata={"description": SIGN_CONVENTION},
             ),
+            *([] if tokens is None else token_fields(tokens)),
         ],
         metadata=file_metadata(
             "score_table", facts_as_text(table.facts) | {"dtype": str(table.scores.dtype), "rows": str(len(table.ids))}
         ),
     )
     columns = [pa.array(table.ids, pa.string()), pa.array(range(len(table.ids)), pa.int64()), pa.array(table.scores)]
+    columns += [] if tokens is None else token_columns(tokens)
     pq.write_table(pa.Table.from_arrays(columns, schema=schema), path, compression="zstd")
 
 
@@ -123,6 +154,8 @@ def read_score_table(path: Path) -> ScoreTable:
     """
     content, facts = read_described(path, "score_table")
     expected = {"unit": pa.string(), "index": pa.int64(), "score": _arrow_dtype(path, facts.get("dtype"))}
+    if facts.get("unit") == "token":
+        expected |= token_types(expected["score"])
     found = {field.name: field.type for field in content.schema}
     if found != expected:
         raise DamagedObjectError(f"{path}: the columns should be {_named(expected)}, found {_named(found)}")
@@ -133,7 +166,9 @@ def read_score_table(path: Path) -> ScoreTable:
     if not np.array_equal(content["index"].to_numpy(), np.arange(content.num_rows)):
         raise DamagedObjectError(f"{path}: the score rows are not 0 .. {content.num_rows - 1} in order")
     try:
-        return ScoreTable(facts_from_text(facts), tuple(content["unit"].to_pylist()), content["score"].to_numpy())
+        tokens = read_tokens(content) if facts.get("unit") == "token" else None
+        ids, scores = tuple(content["unit"].to_pylist()), content["score"].to_numpy()
+        return ScoreTable(facts_from_text(facts), ids, scores, tokens)
     except (InputError, KeyError, TypeError, ValueError) as error:
         raise DamagedObjectError(f"{path}: {error}") from error
 

@@ -20,6 +20,7 @@ from magic_pipeline.attribution.status import (
     scores_digest,
     sheet_name,
 )
+from magic_pipeline.attribution.token_columns import TokenScores
 from magic_pipeline.attribution.trajectory import required_trajectory
 from magic_pipeline.errors import MagicError
 
@@ -147,7 +148,11 @@ def _table_of_walk(opened: OpenExperiment, query: OpenQuery) -> ScoreTable:
     scores = complete.tensors(part_of(0))["scores"]
     for rank in range(1, opened.ranks.count):
         scores = scores + complete.tensors(part_of(rank))["scores"]
-    return ScoreTable(facts, opened.units, scores.numpy())
+    tokens = opened.scored.tokens
+    if tokens is None:
+        return ScoreTable(facts, opened.units, scores.numpy())
+    of_tokens = TokenScores(tokens.offsets.numpy(), tokens.ids.numpy(), tokens.labels.numpy(), scores.numpy())
+    return ScoreTable(facts, opened.units, of_tokens.sums(), of_tokens)
 
 
 def _read(opened: OpenExperiment, sealed: SealedFile) -> ScoreTable:

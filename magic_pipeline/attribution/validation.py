@@ -57,7 +57,7 @@ def subset_banks(opened: OpenExperiment) -> tuple[Bank, ...]:
     settings = _lds(opened)
     return tuple(
         random_subsets(
-            opened.fingerprint,
+            opened.weighted,
             len(opened.units),
             fraction=fraction,
             subsets=settings.subsets,
@@ -166,7 +166,7 @@ def write_removal_curves(
 def smoothness_digest(opened: OpenExperiment) -> str | None:
     """The data version of metasmoothness; None while a training is missing."""
     settings = opened.experiment.validation.smoothness or SmoothnessSettings()
-    of = _planned(opened, smoothness_bank(opened.fingerprint, len(opened.units), settings), needs_trajectory=False)
+    of = _planned(opened, smoothness_bank(opened.weighted, len(opened.units), settings), needs_trajectory=False)
     runs = () if of is None else retrained_runs(of)
     return None if of is None or len(runs) < len(of.bank.runs) else _smoothness_version(of, runs)
 
@@ -177,7 +177,7 @@ def write_metasmoothness(
     """Metasmoothness of the experiment's training, before or beside everything else. Raises as `retrain`."""
     settings = opened.experiment.validation.smoothness or SmoothnessSettings()
     found = metasmoothness(opened, settings, observe=observe, should_stop=should_stop)
-    of = open_bank(opened, smoothness_bank(opened.fingerprint, len(opened.units), settings), needs_trajectory=False)
+    of = open_bank(opened, smoothness_bank(opened.weighted, len(opened.units), settings), needs_trajectory=False)
     digest = _smoothness_version(of, retrained_runs(of))
     sealed, content, was_there = _sealed(of, f"smoothness.{digest[:16]}", found.as_dict)
     return Report(digest, content, (sealed.path,), was_there)
@@ -250,7 +250,7 @@ def _removal_bank(opened: OpenExperiment, queries: Sequence[QueryStatus]) -> tup
     settings = opened.experiment.validation.removal or RemovalSettings()
     keys, walks = [query.key for query in queries], [str(query.walk_digest) for query in queries]
     scores = read_matrix(opened, keys).scores
-    return removal_bank(opened.fingerprint, scores, keys, settings, walks), scores
+    return removal_bank(opened.weighted, scores, keys, settings, walks), scores
 
 
 def _smoothness_version(of: OpenBank, runs: Sequence[RetrainedRun]) -> str:

@@ -20,7 +20,15 @@ from magic_pipeline.errors import NonFiniteError
 from magic_pipeline.metagradient.model import FunctionalModel, Losses
 from magic_pipeline.metagradient.ranks import Ranks
 from magic_pipeline.metagradient.state import Tensors, TrainState
-from magic_pipeline.metagradient.step import Recipe, Shard, leaves, total_denominator, train_step
+from magic_pipeline.metagradient.step import (
+    Recipe,
+    Shard,
+    leaves,
+    over_losses,
+    total_denominator,
+    train_step,
+    weights_by_unit,
+)
 
 _ONE_RANK = Ranks()
 
@@ -79,8 +87,8 @@ def batched_gradient(
     for shard in shards:
         with torch.enable_grad():
             out = _losses(recipe.model, params, buffers, counters, shard)
-            rows = weights[:, (shard.units % weights.shape[1]).to(weights.device)]
-            losses = (rows * out.losses).sum(1) / denominator
+            of_losses = over_losses(weights_by_unit(weights, shard.units), out.losses)
+            losses = (of_losses * out.losses).flatten(1).sum(1) / denominator
             parts: Sequence[Tensor | None] = torch.autograd.grad(losses.sum(), list(params.values()), allow_unused=True)
         total = total + losses.detach()
         for (name, before), part in zip(grads.items(), parts, strict=True):

@@ -19,7 +19,7 @@ from magic_pipeline.metagradient.state import Tensors, TrainState
 
 @dataclass(frozen=True)
 class Losses:
-    """What one shard's forward gives: unreduced, unweighted losses `[rows]`, and the buffers and counters after it."""
+    """What one shard's forward gives: unreduced, unweighted losses `[rows]` or `[rows, tokens]`; buffers and counters after it."""
 
     losses: Tensor
     buffers: Tensors
@@ -34,7 +34,7 @@ class FunctionalModel:
 
     Args:
         module: the model.
-        example_losses: `(module, batch) -> [rows]`, unreduced and unweighted.
+        example_losses: `(module, batch) -> [rows]` or `[rows, tokens]`, unreduced and unweighted.
         train_mode: whether training steps run in `train()` mode (dropout, batch statistics) or in `eval()`.
         dtype: of parameters, float buffers and the batches' float tensors.
         device: where everything lives.
@@ -109,17 +109,17 @@ class FunctionalModel:
         """The example losses of one shard, differentiable in `params` and `buffers`.
 
         Raises:
-            InputError: the losses are not `[rows]` of the run's dtype or have no gradient path, or a buffer changed that training
-                left alone before.
+            InputError: the losses are not `[rows]` or `[rows, tokens]` of the run's dtype or have no gradient path, or a buffer
+                changed that training left alone before.
         """
         untouched = self._untracked_versions()
         losses, after = self._run(params, {**buffers, **{n: c.clone() for n, c in counters.items()}}, batch, seed)
         moved = [name for name, version in self._untracked_versions().items() if untouched.get(name) != version]
         if moved:
             raise InputError(f"the step changed the buffer {moved[0]!r}, which the first step left alone", field="task")
-        if losses.dim() != 1 or losses.dtype != self.dtype:
+        if losses.dim() not in (1, 2) or losses.dtype != self.dtype:
             raise InputError(
-                f"example_losses gave {list(losses.shape)} of {losses.dtype}; expected [rows] of {self.dtype}",
+                f"example_losses gave {list(losses.shape)} of {losses.dtype}; expected [rows] or [rows, tokens] of {self.dtype}",
                 field="task",
             )
         _require_gradient_path(losses, params, "example_losses")

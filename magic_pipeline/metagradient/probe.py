@@ -241,7 +241,9 @@ class _Ordinary:
             [(torch.zeros_like(p) if p.grad is None else p.grad).flatten() for p in self._params.values()]
         )
         buffers = {n: b.detach().clone() for n, b in self.module.named_buffers()}
-        return {"gradient": gradient, "losses": losses.detach(), "buffers": buffers}
+        # The derivative by a row's weight is that of its losses' sum.
+        by_unit = losses if losses.dim() == shard.score_places.dim() else losses.flatten(1).sum(1)
+        return {"gradient": gradient, "losses": by_unit.detach(), "buffers": buffers}
 
     def _measurement_difference(self, along: Tensors, h: float) -> Tensor:
         values = {}

@@ -103,7 +103,8 @@ def shard_graph(model: FunctionalModel, record: StepRecord, shard: Shard, index:
     params, buffers = leaves(record.state.params), leaves(record.shard_buffers[index])
     with torch.enable_grad():
         out = model.losses(params, buffers, record.shard_counters[index], shard.batch, shard.seed)
-        weights = torch.ones_like(out.losses, requires_grad=True)
+        places = shard.score_places
+        weights = torch.ones(places.shape, dtype=out.losses.dtype, device=out.losses.device, requires_grad=True)
         loss = weighted_loss(out.losses, weights, denominator)
         grads: Sequence[Tensor | None] = torch.autograd.grad(
             loss, list(params.values()), create_graph=True, allow_unused=True
@@ -148,7 +149,7 @@ class _Pulling:
                 if part is not None:
                     into[rows].add_(part)
             if parts[-1] is not None:
-                self.scores[rows].index_add_(1, shard.units.to(self.scores.device), parts[-1].to(self.scores.dtype))
+                add_scores(self.scores[rows], shard.score_places, parts[-1])
         return before
 
     def attend(self) -> None:
@@ -162,6 +163,15 @@ class _Pulling:
 
     def _add(self, parts: Sequence[Tensor | None], rows: slice) -> None:
         self.ranks.add(self.to_params, parts, self.params, rows)
+
+
+def add_scores(scores: Tensor, places: Tensor, parts: Tensor) -> None:
+    """Adds `parts` `[lanes, *places.shape]` to `scores` `[lanes, places]` in place; what has no place (-1) is left out."""
+    flat, addends = places.flatten().to(scores.device), parts.flatten(1).to(scores.dtype)
+    if places.dim() > 1:
+        kept = flat >= 0
+        flat, addends = flat[kept], addends[:, kept]
+    scores.index_add_(1, flat, addends)
 
 
 def pull_lanes(

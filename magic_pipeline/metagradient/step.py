@@ -27,10 +27,13 @@ class Shard:
 
     Attributes:
         batch: any nesting of dicts, lists and tuples of tensors.
-        units: `[rows]` int64, the score row of each example; equal rows share one weight.
+        units: int64, which unit each loss belongs to; equal ones share one weight. `[rows]`, or `[rows, tokens]` for packed rows,
+            -1 where a loss belongs to no unit (its weight is 1, whatever the weights are).
         denominator: this shard's part of `denom_t`.
         seed: of the random draws in the forward.
         rank: the logical rank that makes it.
+        places: `[rows, tokens]` int64, where each token's score goes if tokens have scores of their own (-1: nowhere); None where
+            scores go by `units`.
     """
 
     batch: Any
@@ -38,6 +41,12 @@ class Shard:
     denominator: float
     seed: int
     rank: int = 0
+    places: Tensor | None = None
+
+    @property
+    def score_places(self) -> Tensor:
+        """Where scores go: `[rows]` or `[rows, tokens]`, -1 for nowhere."""
+        return self.units if self.places is None else self.places
 
 
 Data = Callable[[int], Sequence[Shard]]  # the shards of the ranks that this process hosts
@@ -102,9 +111,9 @@ def train_step(
             params = leaves(state.params)
             with torch.enable_grad():
                 out = recipe.model.losses(params, buffers, counters, shard.batch, shard.seed)
-                _check_rows(out.losses, shard.units)
-                row_weights = None if weights is None else weights[shard.units % len(weights)].to(out.losses)
-                shard_loss = weighted_loss(out.losses, row_weights, denominator)
+                _check_rows(out.losses, shard)
+                of_losses = None if weights is None else weights_by_unit(weights, shard.units).to(out.losses)
+                shard_loss = weighted_loss(out.losses, of_losses, denominator)
                 parts: Sequence[Tensor | None] = torch.autograd.grad(
                     shard_loss, list(params.values()), allow_unused=True
                 )
@@ -131,10 +140,25 @@ def _with_round(ranks: Ranks, grads: Tensors | None, local: Mapping[str, Tensor 
     return grads
 
 
-def _check_rows(losses: Tensor, units: Tensor) -> None:
+def _check_rows(losses: Tensor, shard: Shard) -> None:
     """A single loss for a whole batch would be broadcast over the rows' weights: wrong scores, and no error."""
-    if losses.shape != units.shape:
-        raise InputError(f"example_losses gave {len(losses)} losses for {len(units)} rows", field="task")
+    if len(losses) != len(shard.units):
+        raise InputError(f"example_losses gave {len(losses)} losses for {len(shard.units)} rows", field="task")
+    for units in (shard.units, shard.score_places):
+        if units.dim() == 2 and losses.shape != units.shape:
+            found, wanted = list(losses.shape), list(units.shape)
+            raise InputError(f"example_losses gave {found}; for scores of tokens it should give {wanted}", field="task")
+
+
+def weights_by_unit(weights: Tensor, units: Tensor) -> Tensor:
+    """`[..., units]` to `[..., *units.shape]`: the weight of each loss. Rows of other ranks' blocks are those of the first."""
+    found = weights[..., (units % weights.shape[-1]).to(weights.device)]
+    return torch.where((units < 0).to(weights.device), torch.ones_like(found), found) if units.dim() > 1 else found
+
+
+def over_losses(by_unit: Tensor, losses: Tensor) -> Tensor:
+    """A row's weight over its tokens, where losses have tokens and weights have none."""
+    return by_unit.reshape(*by_unit.shape, *[1] * (losses.dim() - by_unit.dim()))
 
 
 def _update(recipe: Recipe, record: StepRecord, buffers: Tensors, counters: Tensors) -> TrainState:
@@ -165,7 +189,7 @@ def total_denominator(shards: Sequence[Shard], step: int, ranks: Ranks) -> float
 
 def weighted_loss(losses: Tensor, weights: Tensor | None, denominator: float) -> Tensor:
     """A shard's part of `L_t`, a scalar."""
-    return (losses if weights is None else weights * losses).sum() / denominator
+    return (losses if weights is None else over_losses(weights, losses) * losses).sum() / denominator
 
 
 def leaves(tensors: Tensors) -> dict[str, Tensor]:

@@ -36,6 +36,8 @@ __all__ = [
     "query_measurement",
     "render",
     "rows",
+    "token_ids",
+    "token_labels",
     "units",
 ]
 
@@ -105,7 +107,11 @@ class Task(Protocol):
     * `denominator(batch) -> float`: what the batch's summed losses are divided by; additive over the batch's rows;
     * `measurement(model, batch) -> Tensor [rows]`: what a query measures of each of its examples;
     * `query_measurement(model, query) -> Tensor []`: phi itself, where it is not a sum over examples;
-    * `units(batch) -> Tensor [rows, tokens]`: document indices, for packed rows;
+    * `units(batch) -> Tensor [rows, tokens]`: for packed rows, which document each loss belongs to: an index into the
+      training data's `documents` (their ids; equal ids share one score), -1 where there is none;
+    * `token_ids(batch) -> Tensor [rows, tokens]`: for scores of tokens, the token at each column of the losses, -1 on padding;
+    * `token_labels(batch) -> Tensor [rows, tokens]`: the target at each column, -100 where there is none;
+    * `token_text(ids) -> list[str]`: how a person sees each token;
     * `render(example) -> str | PIL.Image.Image`: how a person sees an example in reports;
     * `version`: text to change when the class comes to compute something else, so that state of before is not resumed.
     """
@@ -190,6 +196,29 @@ def units(task: Task, batch: Batch) -> Tensor | None:
     method = getattr(task, "units", None)
     found: Tensor | None = None if method is None else method(batch)
     return found
+
+
+def token_ids(task: Task, batch: Batch) -> Tensor:
+    """The tokens [rows, tokens] at the columns of the losses, -1 on padding: `task.token_ids(batch)`.
+
+    Raises:
+        InputError: the task does not say it, or not as int64 [rows, tokens].
+    """
+    method = getattr(task, "token_ids", None)
+    found: Any = None if method is None else method(batch)
+    if not isinstance(found, Tensor) or found.dim() != 2:
+        raise InputError("scores of tokens need token_ids(batch) -> Tensor [rows, tokens]", field="task")
+    return found.cpu()
+
+
+def token_labels(task: Task, batch: Batch) -> Tensor:
+    """The targets [rows, tokens], -100 where there is none: `task.token_labels(batch)`, by default the tokens themselves."""
+    method = getattr(task, "token_labels", None)
+    if method is not None:
+        found: Tensor = method(batch)
+        return found.cpu()
+    tokens = token_ids(task, batch)
+    return tokens.masked_fill(tokens < 0, -100)
 
 
 def render(task: Task, example: Any) -> str | Image:
