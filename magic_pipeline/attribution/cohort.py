@@ -301,9 +301,13 @@ def _query_gradient(opened: OpenExperiment, query: OpenQuery, state: TrainState)
     """
     flat = Cotangent.zeros(owned(opened.ranks, state), 1).lane(0)
     params, buffers = leaves(state.params), leaves(state.buffers)
-    with torch.enable_grad():
-        phi = opened.phi(query, params, buffers)
-        gradient = torch.autograd.grad(phi, [*params.values(), *buffers.values()], allow_unused=True)
+    phi, gradient = torch.zeros((), device=opened.recipe.model.device), list[Tensor | None]()
+    for measure_part in opened.phi_parts(query, params, buffers):
+        with torch.enable_grad():
+            value = measure_part()
+            found = torch.autograd.grad(value, [*params.values(), *buffers.values()], allow_unused=True)
+        phi = phi + value.detach()
+        gradient = [_sum(a, b) for a, b in zip(gradient, found, strict=True)] if gradient else list(found)
     of_params = {
         name: torch.zeros_like(params[name]) if part is None else part.detach()
         for name, part in zip(params, gradient, strict=False)
@@ -315,3 +319,8 @@ def _query_gradient(opened: OpenExperiment, query: OpenQuery, state: TrainState)
     if not all(bool(torch.isfinite(part).all()) for part in [phi, *of_params.values(), *flat.values()]):
         raise NonFiniteError(f"query {query.id!r}: its measurement ({float(phi.detach())}) or gradient is not finite")
     return flat
+
+
+def _sum(a: Tensor | None, b: Tensor | None) -> Tensor | None:
+    """None is zero."""
+    return b if a is None else a if b is None else a + b

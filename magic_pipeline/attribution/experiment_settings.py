@@ -216,6 +216,14 @@ class QueriesSettings(Section):
     file: File | None = Field(default=None, description="a JSON Lines file of queries")
     split: File | None = Field(default=None, description="the split of the task's data whose examples are queries")
     count: int | None = Field(default=None, ge=1, description="how many queries of the split; null takes all")
+    measurement: str | None = Field(
+        default=None,
+        min_length=1,
+        description="what queries measure, one of the task's by name (such as log_odds); null is its default, the mean loss",
+    )
+    batch_size: int | None = Field(
+        default=None, ge=1, description="examples of a query per forward pass; null takes all of a query's at once"
+    )
 
     @model_validator(mode="after")
     def _one_source(self) -> QueriesSettings:

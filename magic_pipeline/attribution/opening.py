@@ -5,9 +5,9 @@ Opening reads and checks; it writes nothing.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from functools import cached_property
+from functools import cached_property, partial
 from pathlib import Path
 from typing import Any
 
@@ -159,9 +159,20 @@ class OpenExperiment:
         return len(self.ranks.hosted) * self.scored.places
 
     def phi(self, query: OpenQuery, params: Mapping[str, Tensor], buffers: Mapping[str, Tensor]) -> Tensor:
-        """The query's measurement [], differentiable in params and buffers; eval mode, a batch of its own."""
-        model = self.recipe.model
-        return model.measurement(params, buffers, lambda module: measure(self.task, module, query.query, model.place))
+        """The query's measurement [], differentiable in params and buffers; eval mode, batches of its own."""
+        whole: Tensor = sum(part() for part in self.phi_parts(query, params, buffers))  # type: ignore[assignment]
+        return whole
+
+    def phi_parts(
+        self, query: OpenQuery, params: Mapping[str, Tensor], buffers: Mapping[str, Tensor]
+    ) -> list[Callable[[], Tensor]]:
+        """What adds up to `phi`, by batches of `queries.batch_size` examples: so that only one of them needs memory at a time."""
+        model, parts = self.recipe.model, protocol.parts(self.task, query.query, self.experiment.queries.batch_size)
+
+        def part(of: Query) -> Tensor:
+            return model.measurement(params, buffers, lambda module: measure(self.task, module, of, model.place))
+
+        return [partial(part, of) for of in parts]
 
     def _shard(self, step: int, rank: int, position: int, number: int, indices: Sequence[int]) -> Shard:
         batch = self.task.collate([self.dataset[index] for index in indices])
@@ -233,7 +244,7 @@ def _open(experiment: Experiment, gang: Gang, board: Board) -> OpenExperiment:
         order=order,
         dataset=dataset,
         scored=find_units(task, dataset, experiment.attribution.unit),
-        queries=_open_queries(task, experiment.attribution.unit),
+        queries=_open_queries(task, experiment),
         store=Store(experiment.storage_url, options=experiment.storage_options or None),
         fingerprint=fingerprint(facts),
         facts=facts,
@@ -369,13 +380,16 @@ def _constants(model: FunctionalModel) -> dict[str, Tensor]:
     return {f"constants/{name}": tensor.detach() for name, tensor in named.items() if name not in model.params}
 
 
-def _open_queries(task: Task, unit: str) -> tuple[OpenQuery, ...]:
-    queries = list(task.queries())
+def _open_queries(task: Task, experiment: Experiment) -> tuple[OpenQuery, ...]:
+    default, unit = experiment.queries.measurement, experiment.attribution.unit
+    queries = [replace(query, measurement=query.measurement or default) for query in task.queries()]
     keys = partition_keys(query.id for query in queries)
     opened = []
     for query in queries:
-        batch = task.collate(query.examples)
-        content = {"batch": batch, "coefficients": list(query.coefficients)}
+        protocol.find_measurement(task, query)
+        content = {"batch": task.collate(query.examples), "coefficients": list(query.coefficients)}
+        if query.measurement is not None:
+            content["measurement"] = query.measurement
         measured = content_digest(content)[:32]
         # Scores by another unit are another walk over the same trajectory (docs/decisions/013-units.md).
         digest = measured if unit == "example" else content_digest({"query": measured, "unit": unit})[:32]

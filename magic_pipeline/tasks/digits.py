@@ -7,7 +7,7 @@ runs writer by writer, so most test digits are in the hands of people whom the m
 from __future__ import annotations
 
 import importlib.util
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -18,6 +18,7 @@ from torch import Tensor, nn
 from magic_pipeline.errors import InputError
 from magic_pipeline.tasks.datasets import InMemoryDataset
 from magic_pipeline.tasks.extras import import_extra
+from magic_pipeline.tasks.measurements import log_odds
 from magic_pipeline.tasks.protocol import Query
 from magic_pipeline.tasks.query_source import QueryLine, QuerySource, read_query_lines
 from magic_pipeline.tasks.settings import check_choice, check_count
@@ -124,6 +125,15 @@ class DigitsClassifier:
         """Cross entropy [rows], in the model's dtype."""
         dtype = next(model.parameters()).dtype
         return F.cross_entropy(model(batch["pixels"].to(dtype)), batch["labels"], reduction="none")
+
+    @property
+    def measurements(self) -> Mapping[str, Callable[[nn.Module, dict[str, Tensor]], Tensor]]:
+        """`log_odds`: the margin of the right class."""
+        return {"log_odds": self._log_odds}
+
+    def _log_odds(self, model: nn.Module, batch: dict[str, Tensor]) -> Tensor:
+        dtype = next(model.parameters()).dtype
+        return log_odds(model(batch["pixels"].to(dtype)), batch["labels"])
 
     def render(self, example: Digit) -> str | PIL.Image.Image:
         """The digit as a 96 x 96 picture, dark ink on white; its label as text where Pillow is not installed."""

@@ -19,6 +19,7 @@ if TYPE_CHECKING:
     from magic_pipeline.tasks.protocol import Task
 
 REGISTERED: Mapping[str, str] = {
+    "causal_lm": "magic_pipeline.tasks.finetuning:CausalLM",
     "causal_lm_text": "magic_pipeline.tasks.causal_lm:CausalLMText",
     "digits_classifier": "magic_pipeline.tasks.digits:DigitsClassifier",
     "linear_regression": "magic_pipeline.tasks.linear_regression:LinearRegression",

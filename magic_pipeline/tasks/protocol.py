@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any, Protocol
 
 from torch import Tensor, nn
@@ -30,8 +30,10 @@ __all__ = [
     "QuerySource",
     "Task",
     "denominator",
+    "find_measurement",
     "load_task",
     "measurement",
+    "parts",
     "place_like",
     "query_measurement",
     "render",
@@ -69,6 +71,7 @@ class Query:
         id: any non-empty string, unique among the experiment's queries.
         examples: at least one example, of the kind that `Task.collate` takes.
         coefficients: one finite number per example; empty means 1/n each (the mean). A negative one makes a contrast.
+        measurement: the name of one of the task's `measurements`; None is what the task measures by default.
 
     Raises:
         InputError: any of these does not hold; the error names the query.
@@ -77,6 +80,7 @@ class Query:
     id: str
     examples: Sequence[Any]
     coefficients: Sequence[float] = field(default=())
+    measurement: str | None = None
 
     def __post_init__(self) -> None:
         identity: Any = self.id  # Any, and so below: tasks of all kinds of authors make queries
@@ -91,6 +95,9 @@ class Query:
         for value in coefficients:
             if isinstance(value, bool) or not isinstance(value, (int, float)) or not math.isfinite(value):
                 raise self.error(f"expected finite coefficients, found {value!r}")
+        named: Any = self.measurement
+        if named is not None and (not isinstance(named, str) or not named):
+            raise self.error(f"expected measurement to be the name of one, found {named!r}")
         object.__setattr__(self, "examples", examples)
         object.__setattr__(self, "coefficients", tuple(float(value) for value in coefficients))
 
@@ -106,6 +113,7 @@ class Task(Protocol):
 
     * `denominator(batch) -> float`: what the batch's summed losses are divided by; additive over the batch's rows;
     * `measurement(model, batch) -> Tensor [rows]`: what a query measures of each of its examples;
+    * `measurements: Mapping[str, (model, batch) -> Tensor [rows]]`: others by name, which a query or the `queries:` section chooses;
     * `query_measurement(model, query) -> Tensor []`: phi itself, where it is not a sum over examples;
     * `units(batch) -> Tensor [rows, tokens]`: for packed rows, which document each loss belongs to: an index into the
       training data's `documents` (their ids; equal ids share one score), -1 where there is none;
@@ -167,9 +175,26 @@ def denominator(task: Task, batch: Batch) -> float:
     return value
 
 
-def measurement(task: Task, model: nn.Module, batch: Batch) -> Tensor:
-    """One value per example [rows]: `task.measurement(model, batch)`, by default its loss (summed over its tokens)."""
-    method = getattr(task, "measurement", None)
+def find_measurement(task: Task, query: Query) -> Callable[[nn.Module, Batch], Tensor] | None:
+    """The query's own measurement among the task's `measurements`; None where it names none.
+
+    Raises:
+        InputError: the task has none of that name.
+    """
+    if query.measurement is None:
+        return None
+    known: Any = getattr(task, "measurements", {})
+    if query.measurement not in known:
+        has = f"this task has {', '.join(known)}" if known else "this task has none by name"
+        raise query.error(f"no measurement {query.measurement!r}; {has}")
+    found: Callable[[nn.Module, Batch], Tensor] = known[query.measurement]
+    return found
+
+
+def measurement(task: Task, model: nn.Module, batch: Batch, query: Query | None = None) -> Tensor:
+    """One value per example [rows]: the query's own measurement, else the task's, else the loss (summed over tokens)."""
+    method = None if query is None else find_measurement(task, query)
+    method = method or getattr(task, "measurement", None)
     values: Tensor = task.example_losses(model, batch) if method is None else method(model, batch)
     return values.flatten(1).sum(1) if values.dim() > 1 else values
 
@@ -187,8 +212,17 @@ def query_measurement(
         value: Tensor = method(model, query)
         return value
     batch = task.collate(query.examples)
-    values = measurement(task, model, place_like(model, batch) if place is None else place(batch))
+    values = measurement(task, model, place_like(model, batch) if place is None else place(batch), query)
     return (values * values.new_tensor(query.coefficients)).sum()
+
+
+def parts(task: Task, query: Query, size: int | None) -> list[Query]:
+    """Queries of at most `size` examples whose phis add up to the query's; the query itself where the task measures it as a whole."""
+    count = len(query.examples)
+    if size is None or size >= count or getattr(task, "query_measurement", None) is not None:
+        return [query]
+    cuts = [slice(at, at + size) for at in range(0, count, size)]
+    return [replace(query, examples=query.examples[cut], coefficients=query.coefficients[cut]) for cut in cuts]
 
 
 def units(task: Task, batch: Batch) -> Tensor | None:

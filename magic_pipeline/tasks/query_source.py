@@ -50,6 +50,36 @@ class QueryLine:
         """An InputError that names the file, the line and the query."""
         return InputError(f"line {self.number}: {message}", file=self.file, field=f"query {self.id!r}")
 
+    def weighted_examples(self, columns: frozenset[str]) -> tuple[list[Mapping[str, Any]], list[float]]:
+        """The query's examples, each a mapping of columns, with their coefficients (none: the mean).
+
+        A line is one example (`{"id": "q", "text": "..."}`), a set (`{"id": "q", "examples": [{"text": "..."}, ...]}`, perhaps with
+        `"coefficients": [...]`), or a contrast, the mean of one set minus that of another (`{"id": "q", "positive": [...],
+        "negative": [...]}`).
+
+        Raises:
+            InputError: naming file, line and query: a field that nobody reads, an empty set, or something that is no example.
+        """
+        other = frozenset({"measurement"})
+        if "examples" in self.fields:
+            self.check_fields(required=frozenset({"examples"}), optional=other | {"coefficients"})
+            coefficients = self.fields.get("coefficients", [])
+            if not isinstance(coefficients, list):
+                raise self.error("expected coefficients to be a list of numbers")
+            return self._examples("examples"), coefficients
+        if "positive" in self.fields or "negative" in self.fields:
+            self.check_fields(required=frozenset({"positive", "negative"}), optional=other)
+            positive, negative = self._examples("positive"), self._examples("negative")
+            return positive + negative, [1 / len(positive)] * len(positive) + [-1 / len(negative)] * len(negative)
+        self.check_fields(required=columns, optional=other)
+        return [{name: self.fields[name] for name in columns}], []
+
+    def _examples(self, name: str) -> list[Mapping[str, Any]]:
+        found = self.fields[name]
+        if not isinstance(found, list) or not found or not all(isinstance(one, dict) for one in found):
+            raise self.error(f"expected {name} to be a list of at least one example, each an object of columns")
+        return found
+
     def check_fields(self, *, required: frozenset[str], optional: frozenset[str] = frozenset()) -> None:
         """Raises InputError for a required field that is missing and for a field that nobody reads."""
         for name in sorted(required - set(self.fields)):

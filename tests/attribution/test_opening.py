@@ -186,7 +186,10 @@ def test_wrong_query_ids_are_refused(tmp_path: Path, ids: list[str], message: st
         ("OneLoss", r"example_losses gave \[\] of torch.float64; expected \[rows\]"),
         ("TooManyLosses", r"example_losses gave 8 losses for 4 rows"),
         ("KeptDimension", r"example_losses gave 1 losses for 4 rows"),
-        ("SinglePrecisionLosses", r"example_losses gave \[4\] of torch.float32; expected \[rows\] of torch.float64"),
+        (
+            "SinglePrecisionLosses",
+            r"example_losses gave \[4\] of torch.float32; expected \[rows\] or \[rows, tokens\] of torch.float64",
+        ),
         ("VectorMeasurement", r"query 'first': the measurement gave \[1\]; expected a scalar"),
         ("NotANumberMeasurement", r"query 'second': its measurement of the untrained model is nan"),
     ],
