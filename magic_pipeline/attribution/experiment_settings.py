@@ -221,7 +221,7 @@ class QueriesSettings(Section):
         min_length=1,
         description="what queries measure, one of the task's by name (such as log_odds); null is its default, the mean loss",
     )
-    batch_size: int | None = Field(
+    examples_at_once: int | None = Field(
         default=None, ge=1, description="examples of a query per forward pass; null takes all of a query's at once"
     )
 

@@ -93,6 +93,14 @@ class OpenExperiment:
         """The ids that get a row of a score table each, in the order of their first appearance."""
         return self.scored.ids
 
+    def units_of_example(self, index: int) -> list[int]:
+        """The rows of a score table that an example's losses belong to: one, or those of a packed row's documents."""
+        if self.scored.kind != "document":
+            return [int(self.scored.row_of[index])]
+        batch = self.task.collate([self.dataset[index]])
+        units, _ = self.scored.of_batch(self.task, [index], batch, 0)
+        return sorted({int(unit) for unit in units.flatten() if unit >= 0})
+
     @property
     def weighted(self) -> str:
         """The training fingerprint, and what retrainings weigh: the same examples with any unit but document."""
@@ -166,8 +174,11 @@ class OpenExperiment:
     def phi_parts(
         self, query: OpenQuery, params: Mapping[str, Tensor], buffers: Mapping[str, Tensor]
     ) -> list[Callable[[], Tensor]]:
-        """What adds up to `phi`, by batches of `queries.batch_size` examples: so that only one of them needs memory at a time."""
-        model, parts = self.recipe.model, protocol.parts(self.task, query.query, self.experiment.queries.batch_size)
+        """What adds up to `phi`, by batches of `queries.examples_at_once` examples: so that only one of them needs memory at a time."""
+        model, parts = (
+            self.recipe.model,
+            protocol.parts(self.task, query.query, self.experiment.queries.examples_at_once),
+        )
 
         def part(of: Query) -> Tensor:
             return model.measurement(params, buffers, lambda module: measure(self.task, module, of, model.place))

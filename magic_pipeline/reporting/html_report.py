@@ -123,7 +123,8 @@ def _query(opened: OpenExperiment, key: str, count: int) -> dict[str, Any]:
     last = [0] * len(opened.units)
     for step, batch in enumerate(opened.order):
         for index in batch:
-            last[int(opened.unit_of_example[index])] = step
+            for unit in opened.units_of_example(index):
+                last[unit] = step
     return {
         "id": top.query_id,
         "render": _look(top.query),

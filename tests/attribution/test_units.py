@@ -150,6 +150,13 @@ def test_documents_of_packed_rows_have_the_scores_of_examples(tmp_path: Path) ->
         assert off([by_id[name] for name in examples.ids], examples.scores) < 1e-10
 
 
+def test_a_packed_row_belongs_to_its_documents(tmp_path: Path) -> None:
+    opened = opened_with(tmp_path, "document", task={"packed": True})
+    named = [[opened.units[unit] for unit in opened.units_of_example(row)] for row in range(5)]
+    assert named == [["a", "b"], ["c", "d"], ["a", "e"], ["f", "g"], ["h"]]
+    assert opened_with(tmp_path, "token").units_of_example(5) == [0]
+
+
 def test_another_unit_walks_again_and_trains_nothing(tmp_path: Path) -> None:
     first = opened_with(tmp_path, "example")
     tables(first)

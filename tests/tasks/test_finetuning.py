@@ -198,7 +198,7 @@ def test_queries_are_sums_by_coefficients(tmp_path: Path) -> None:
     a, b, c = alone
     expected = [(a + b + c) / 3, 2 * a - 0.5 * b, (a + b) / 2 - c]
     assert np.allclose(phis(tmp_path, lines), expected, rtol=1e-12)
-    assert np.allclose(phis(tmp_path, lines, batch_size=1), expected, rtol=1e-12)
+    assert np.allclose(phis(tmp_path, lines, examples_at_once=1), expected, rtol=1e-12)
 
 
 def test_scores_do_not_depend_on_the_batches_of_a_query(tmp_path: Path) -> None:
@@ -206,7 +206,9 @@ def test_scores_do_not_depend_on_the_batches_of_a_query(tmp_path: Path) -> None:
         (tmp_path / name).mkdir()
     write_lines(tmp_path / "queries.jsonl", [{"id": "set", "examples": [A, B, C]}, {"id": "one", **B}])
     whole, parts = (
-        tables(opened_tuned(tmp_path / name, queries={"file": str(tmp_path / "queries.jsonl"), "batch_size": size}))
+        tables(
+            opened_tuned(tmp_path / name, queries={"file": str(tmp_path / "queries.jsonl"), "examples_at_once": size})
+        )
         for name, size in (("whole", None), ("parts", 2))
     )
     for a, b in zip(whole, parts, strict=True):

@@ -91,7 +91,12 @@ def test_a_class_with_keyword_arguments_takes_any_setting(folder: Path, module: 
         ("{}:Incomplete", {}, "task.type", "is not a Task: it has no training_data, collate, example_losses"),
         ("{}.inner:Complete", {}, "task.type", "no module {}.inner in"),
         ("nowhere_at_all:Complete", {}, "task.type", "no module nowhere_at_all in"),
-        ("digit_classifier", {}, "task.type", "give one of causal_lm_text, digits_classifier, linear_regression, or"),
+        (
+            "digit_classifier",
+            {},
+            "task.type",
+            "give one of causal_lm, causal_lm_text, digits_classifier, linear_regression, or",
+        ),
         ("../x:Complete", {}, "task.type", "no task '../x:Complete'"),
         ("linear_regression", {"feature": 3}, "task.feature", "it has: data, data_seed, examples, features"),
     ],
