@@ -10,7 +10,7 @@ from torch import nn
 
 from magic_pipeline.attribution.opening import OpenExperiment, measure
 from magic_pipeline.errors import InputError
-from magic_pipeline.metagradient.optimizers import AdamW
+from magic_pipeline.metagradient.optimizers import eps_root_of
 from magic_pipeline.metagradient.probe import ProbeReport, probe
 from magic_pipeline.metagradient.step import train_step
 from magic_pipeline.tasks.datasets import content_digest
@@ -74,12 +74,12 @@ def check_model(opened: OpenExperiment) -> ProbeReport:
 
 def warn_about_fragile_settings(opened: OpenExperiment) -> None:
     """Says what is known to make scores fragile, before hours are spent on them."""
-    optimizer, model = opened.recipe.optimizer, opened.recipe.model
-    if isinstance(optimizer, AdamW) and optimizer.eps_root < 1e-12:
+    eps_root, model = eps_root_of(opened.recipe.optimizer), opened.recipe.model
+    if eps_root is not None and eps_root < 1e-12:
         logger.warning(
             "training.optimizer.eps_root is %g: scores of coordinates with tiny gradients are fragile (changes of 1-2 %% with the "
             "number of threads were seen at 1e-17); 1e-8 is the default",
-            optimizer.eps_root,
+            eps_root,
         )
     if model.draws_randomly:
         logger.warning("dropout is active: scores are exact for these very draws, but may predict retraining poorly")

@@ -17,12 +17,18 @@ from pydantic import BaseModel, Field, PrivateAttr, ValidationError, ValidationI
 from pydantic_core import ErrorDetails
 
 from magic_pipeline.attribution.experiment_settings import (
+    AdagradSettings,
+    AdamSettings,
     AdamWSettings,
     AttributionSettings,
     AutoOrCount,
     File,
+    InverseSqrtSchedule,
+    PolynomialSchedule,
     QueriesSettings,
     Ranks,
+    RestartSchedule,
+    RMSpropSettings,
     Section,
     SGDSettings,
     TableSchedule,
@@ -37,11 +43,20 @@ from magic_pipeline.errors import InputError
 _NAME = r"^[a-z][a-z0-9_]{0,39}$"
 # The models that a value of `name` chooses between, under training.optimizer and training.schedule.
 _VARIANTS: Mapping[str, Mapping[str, type[Section]]] = {
-    "optimizer": {"sgd": SGDSettings, "adamw": AdamWSettings},
+    "optimizer": {
+        "sgd": SGDSettings,
+        "adam": AdamSettings,
+        "adamw": AdamWSettings,
+        "adagrad": AdagradSettings,
+        "rmsprop": RMSpropSettings,
+    },
     "schedule": {
         "constant": WarmupSchedule,
         "linear": WarmupSchedule,
         "cosine": WarmupSchedule,
+        "cosine_with_restarts": RestartSchedule,
+        "polynomial": PolynomialSchedule,
+        "inverse_sqrt": InverseSqrtSchedule,
         "table": TableSchedule,
     },
 }
@@ -165,6 +180,10 @@ def recipe_content(experiment: Experiment, *, split_matters: bool) -> dict[str, 
     """
     training = experiment.training.model_dump(mode="json", exclude={"microbatch_size", "order"})
     training["schedule"].pop("values", None)
+    for name, without in (("groups", []), ("dampening", 0.0)):
+        # What changes nothing is not told, as before there was such a field.
+        if training["optimizer"].get(name) == without:
+            training["optimizer"].pop(name)
     if split_matters:
         training["microbatch_size"] = experiment.training.microbatch_size
     return {

@@ -8,11 +8,11 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from decimal import Decimal
 from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, model_validator
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, field_validator, model_validator
 
 _UNITS = {"B": 1} | {
     f"{prefix}{suffix}": base**power
@@ -59,6 +59,12 @@ Beta = Annotated[float, Field(strict=True, ge=0, lt=1)]
 File = Annotated[str, Field(min_length=1)]
 
 
+_SCHEDULE = "the schedule after the warm-up: constant, linear, cosine, cosine_with_restarts, polynomial or inverse_sqrt; or table"
+
+
+_EPS_ROOT = "added inside that square root; tiny values make scores fragile, 0 is torch's optimizer"
+
+
 class Section(BaseModel):
     """A part of the experiment file: unknown fields are refused, values are never guessed from strings."""
 
@@ -92,27 +98,56 @@ class TaskSettings(Section):
         return self
 
 
-class SGDSettings(Section):
-    """torch.optim.SGD without dampening."""
+class GroupSettings(Section):
+    """Parameters with settings of their own, as in torch's parameter groups."""
 
-    name: Literal["sgd"] = Field(description="the optimizer: sgd or adamw")
+    match: str = Field(
+        min_length=1, description="a regular expression that is found in the names of the group's parameters"
+    )
+    lr_factor: float = Field(default=1.0, gt=0, description="times the learning rate")
+    weight_decay: float | None = Field(default=None, ge=0, description="the group's own weight decay; null keeps it")
+
+    @field_validator("match")
+    @classmethod
+    def _is_a_pattern(cls, match: str) -> str:
+        try:
+            re.compile(match)
+        except re.error as error:
+            raise ValueError(f"is no regular expression: {error}") from None
+        return match
+
+
+class OptimizerSettings(Section):
+    """What all optimizers have."""
+
     lr: float = Field(default=1e-3, gt=0, description="the learning rate that the schedule multiplies")
+    groups: Annotated[tuple[GroupSettings, ...], Field(strict=False)] = Field(
+        default=(), description="parameters with settings of their own; of several groups the first that matches counts"
+    )
+
+
+class SGDSettings(OptimizerSettings):
+    """torch.optim.SGD."""
+
+    name: Literal["sgd"] = Field(description="the optimizer: sgd, adam, adamw, adagrad or rmsprop")
     momentum: float = Field(default=0.0, ge=0, description="the momentum factor")
     nesterov: bool = Field(default=False, description="whether the momentum is Nesterov's")
+    dampening: float = Field(
+        default=0.0, ge=0, le=1, description="how much less than 1 a gradient adds to the momentum"
+    )
     weight_decay: float = Field(default=0.0, ge=0, description="coupled weight decay: added to the gradient")
 
     @model_validator(mode="after")
     def _nesterov_has_momentum(self) -> SGDSettings:
-        if self.nesterov and self.momentum == 0:
-            raise ValueError("nesterov needs a momentum above 0")
+        if self.nesterov and (self.momentum == 0 or self.dampening != 0):
+            raise ValueError("nesterov needs a momentum above 0 and no dampening")
         return self
 
 
-class AdamWSettings(Section):
+class AdamWSettings(OptimizerSettings):
     """torch.optim.AdamW, with a term inside the square root that keeps its derivative finite."""
 
-    name: Literal["adamw"] = Field(description="the optimizer: sgd or adamw")
-    lr: float = Field(default=1e-3, gt=0, description="the learning rate that the schedule multiplies")
+    name: Literal["adamw"] = Field(description="the optimizer: sgd, adam, adamw, adagrad or rmsprop")
     betas: Annotated[tuple[Beta, Beta], Field(strict=False)] = Field(
         default=(0.9, 0.95), description="decay rates of the first and the second moment"
     )
@@ -120,24 +155,98 @@ class AdamWSettings(Section):
     eps_root: float = Field(
         default=1e-8,
         ge=0,
-        description="added inside that square root; tiny values make scores fragile, 0 is torch's AdamW",
+        description=_EPS_ROOT,
     )
     weight_decay: float = Field(default=0.01, ge=0, description="decoupled weight decay: times the learning rate")
+
+
+class AdamSettings(OptimizerSettings):
+    """torch.optim.Adam, with a term inside the square root that keeps its derivative finite."""
+
+    name: Literal["adam"] = Field(description="the optimizer: sgd, adam, adamw, adagrad or rmsprop")
+    betas: Annotated[tuple[Beta, Beta], Field(strict=False)] = Field(
+        default=(0.9, 0.999), description="decay rates of the first and the second moment"
+    )
+    eps: float = Field(default=1e-8, ge=0, description="added to the square root of the second moment")
+    eps_root: float = Field(
+        default=1e-8,
+        ge=0,
+        description=_EPS_ROOT,
+    )
+    weight_decay: float = Field(default=0.0, ge=0, description="coupled weight decay: added to the gradient")
+
+
+class AdagradSettings(OptimizerSettings):
+    """torch.optim.Adagrad, with a term inside the square root that keeps its derivative finite."""
+
+    name: Literal["adagrad"] = Field(description="the optimizer: sgd, adam, adamw, adagrad or rmsprop")
+    lr_decay: float = Field(default=0.0, ge=0, description="the learning rate is divided by 1 + step * lr_decay")
+    initial_accumulator_value: float = Field(
+        default=0.0, ge=0, description="of the sum of squares, before the first step"
+    )
+    eps: float = Field(default=1e-10, ge=0, description="added to the square root of the sum of squares")
+    eps_root: float = Field(
+        default=1e-8,
+        ge=0,
+        description=_EPS_ROOT,
+    )
+    weight_decay: float = Field(default=0.0, ge=0, description="coupled weight decay: added to the gradient")
+
+
+class RMSpropSettings(OptimizerSettings):
+    """torch.optim.RMSprop, with a term inside the square root that keeps its derivative finite."""
+
+    name: Literal["rmsprop"] = Field(description="the optimizer: sgd, adam, adamw, adagrad or rmsprop")
+    alpha: float = Field(default=0.99, ge=0, lt=1, description="the decay rate of the averages")
+    momentum: float = Field(default=0.0, ge=0, description="the momentum factor")
+    centered: bool = Field(default=False, description="whether the variance takes the place of the second moment")
+    eps: float = Field(default=1e-8, ge=0, description="added to the square root")
+    eps_root: float = Field(
+        default=1e-8,
+        ge=0,
+        description=_EPS_ROOT,
+    )
+    weight_decay: float = Field(default=0.0, ge=0, description="coupled weight decay: added to the gradient")
 
 
 class WarmupSchedule(Section):
     """The learning-rate factors of transformers' get_scheduler."""
 
-    name: Literal["constant", "linear", "cosine"] = Field(
-        description="the schedule after the warm-up: constant, linear, cosine, or table"
-    )
+    name: Literal["constant", "linear", "cosine"] = Field(description=_SCHEDULE)
     warmup_steps: int = Field(default=0, ge=0, description="steps over which the learning rate rises linearly from 0")
+
+
+class RestartSchedule(Section):
+    """Several half cosines, as transformers' cosine_with_restarts."""
+
+    name: Literal["cosine_with_restarts"] = Field(description=_SCHEDULE)
+    warmup_steps: int = Field(default=0, ge=0, description="steps over which the learning rate rises linearly from 0")
+    cycles: int = Field(default=1, ge=1, description="half cosines after the warm-up")
+
+
+class PolynomialSchedule(Section):
+    """A power of the steps left, as transformers' polynomial."""
+
+    name: Literal["polynomial"] = Field(description=_SCHEDULE)
+    warmup_steps: int = Field(default=0, ge=0, description="steps over which the learning rate rises linearly from 0")
+    power: float = Field(default=1.0, gt=0, description="of the part of the steps that is left")
+    lr_end: float = Field(default=1e-7, ge=0, description="the learning rate at the end")
+
+
+class InverseSqrtSchedule(Section):
+    """1 / sqrt(step), as transformers' inverse_sqrt."""
+
+    name: Literal["inverse_sqrt"] = Field(description=_SCHEDULE)
+    warmup_steps: int = Field(default=0, ge=0, description="steps over which the learning rate rises linearly from 0")
+    timescale: int | None = Field(
+        default=None, ge=1, description="steps in which it falls to 1 / sqrt(2); null takes the warm-up's, or 10,000"
+    )
 
 
 class TableSchedule(Section):
     """Learning rates of the user's own, one per step."""
 
-    name: Literal["table"] = Field(description="the schedule: constant, linear, cosine, or table")
+    name: Literal["table"] = Field(description=_SCHEDULE)
     values: File = Field(description="a file with one learning rate per training step; they replace the optimizer's lr")
 
 
@@ -160,12 +269,21 @@ class TrainingSettings(Section):
     order: File | None = Field(
         default=None, description="a file with the example indices of every batch; null shuffles each epoch by the seed"
     )
-    optimizer: SGDSettings | AdamWSettings = Field(
+    optimizer: SGDSettings | AdamSettings | AdamWSettings | AdagradSettings | RMSpropSettings = Field(
         default=AdamWSettings(name="adamw"), discriminator="name", description="the optimizer and its settings"
     )
-    schedule: WarmupSchedule | TableSchedule = Field(
+    schedule: WarmupSchedule | RestartSchedule | PolynomialSchedule | InverseSqrtSchedule | TableSchedule = Field(
         default=WarmupSchedule(name="linear"), discriminator="name", description="the learning-rate schedule"
     )
+
+    @field_validator("optimizer", mode="before")
+    @classmethod
+    def _is_smooth(cls, optimizer: object) -> object:
+        if isinstance(optimizer, Mapping) and optimizer.get("name") == "lion":
+            raise ValueError(
+                "lion moves by the sign of an average, which has no derivative: its scores would all be 0; take adamw"
+            )
+        return optimizer
 
     @model_validator(mode="after")
     def _microbatch_fits(self) -> TrainingSettings:

@@ -9,7 +9,7 @@ from __future__ import annotations
 from torch import nn
 
 from magic_pipeline.attribution.opening import OpenExperiment
-from magic_pipeline.metagradient.optimizers import AdamW
+from magic_pipeline.metagradient.optimizers import eps_root_of
 
 # With a smaller term inside the square root, coordinates with tiny gradients jump between steps.
 _STEADY_EPS_ROOT = 1e-7
@@ -29,11 +29,11 @@ _KINKED = (
 
 def fragile_settings(opened: OpenExperiment) -> tuple[str, ...]:
     """One line for each; empty where nothing is known against the settings."""
-    found, optimizer, model = list[str](), opened.recipe.optimizer, opened.recipe.model
+    found, model, eps_root = list[str](), opened.recipe.model, eps_root_of(opened.recipe.optimizer)
     if model.draws_randomly:
         found.append("dropout is active")
-    if isinstance(optimizer, AdamW) and optimizer.eps_root < _STEADY_EPS_ROOT:
-        found.append(f"training.optimizer.eps_root is {optimizer.eps_root:g}; 1e-6 is steadier")
+    if eps_root is not None and eps_root < _STEADY_EPS_ROOT:
+        found.append(f"training.optimizer.eps_root is {eps_root:g}; 1e-6 is steadier")
     kinks = sorted({type(module).__name__ for module in model.module.modules() if isinstance(module, _KINKED)})
     if kinks:
         found.append(f"the model has kinks ({', '.join(kinks)}); tanh, GELU or SiLU are smooth")

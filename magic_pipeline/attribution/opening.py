@@ -5,6 +5,7 @@ Opening reads and checks; it writes nothing.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property, partial
@@ -17,7 +18,7 @@ from torch import Tensor, nn
 from magic_pipeline.attribution.board import Board, OwnBoard
 from magic_pipeline.attribution.data_order import Order, batch_order, read_numbers
 from magic_pipeline.attribution.experiment import Experiment, recipe_content
-from magic_pipeline.attribution.experiment_settings import AdamWSettings, TableSchedule
+from magic_pipeline.attribution.experiment_settings import OptimizerSettings, TableSchedule
 from magic_pipeline.attribution.layout import Layout
 from magic_pipeline.attribution.queries import partition_keys
 from magic_pipeline.attribution.units import Units, find_units
@@ -27,7 +28,7 @@ from magic_pipeline.checkpoints.store import Store
 from magic_pipeline.errors import InputError
 from magic_pipeline.metagradient.model import FunctionalModel
 from magic_pipeline.metagradient.numerics import shard_seed
-from magic_pipeline.metagradient.optimizers import SGD, AdamW, Optimizer
+from magic_pipeline.metagradient.optimizers import SGD, Adagrad, Adam, AdamW, Group, Grouped, Optimizer, RMSprop
 from magic_pipeline.metagradient.ranks import Alone, Gang, Ranks
 from magic_pipeline.metagradient.schedules import learning_rates
 from magic_pipeline.metagradient.state import TrainState
@@ -240,7 +241,8 @@ def _open(experiment: Experiment, gang: Gang, board: Board) -> OpenExperiment:
         device=choose_device(experiment.device),
     )
     ranks = Ranks(experiment.ranks, gang)
-    recipe = Recipe(model, _optimizer(experiment), _learning_rates(experiment, len(order)), training.clip_norm, ranks)
+    optimizer = optimizer_of(training.optimizer, list(model.params))
+    recipe = Recipe(model, optimizer, _learning_rates(experiment, len(order)), training.clip_norm, ranks)
     first = task.collate([dataset[index] for index in order[0][: training.microbatch_size or len(order[0])]])
     initial = model.initial_state(recipe.optimizer, first)
     facts = _training_facts(experiment, task, recipe, initial, dataset, order)
@@ -294,17 +296,35 @@ def choose_device(wanted: str) -> torch.device:
     return torch.device(wanted)
 
 
-def _optimizer(experiment: Experiment) -> Optimizer:
-    settings = experiment.training.optimizer
-    if isinstance(settings, AdamWSettings):
-        return AdamW(settings.betas, settings.eps, settings.eps_root, settings.weight_decay)
-    return SGD(settings.momentum, settings.nesterov, settings.weight_decay)
+def optimizer_of(settings: OptimizerSettings, names: Sequence[str]) -> Optimizer:
+    """The optimizer of an experiment for the trainable parameters of these names.
+
+    Raises:
+        InputError: a group matches none of them.
+    """
+    kinds: Mapping[str, Callable[..., Optimizer]] = {
+        "sgd": SGD, "adam": Adam, "adamw": AdamW, "adagrad": Adagrad, "rmsprop": RMSprop,
+    }  # fmt: skip
+    content = settings.model_dump(exclude={"groups", "lr"})
+    make = partial(kinds[content.pop("name")], **content)
+    if not settings.groups:
+        return make()
+    groups = []
+    for number, group in enumerate(settings.groups):
+        if not any(re.search(group.match, name) for name in names):
+            raise InputError(
+                f"{group.match!r} is found in no trainable parameter's name; the first is {names[0]!r}",
+                field=f"training.optimizer.groups[{number}].match",
+            )
+        changed = {} if group.weight_decay is None else {"weight_decay": group.weight_decay}
+        groups.append(Group(group.match, make(**changed), group.lr_factor))
+    return Grouped(tuple(groups), make())
 
 
 def _learning_rates(experiment: Experiment, steps: int) -> tuple[float, ...]:
     settings, lr = experiment.training.schedule, experiment.training.optimizer.lr
     if not isinstance(settings, TableSchedule):
-        return learning_rates(settings.name, lr=lr, steps=steps, warmup_steps=settings.warmup_steps)
+        return learning_rates(lr=lr, steps=steps, **settings.model_dump())
     file = experiment.resolve(settings.values)
     values = read_numbers(file, "training.schedule.values")
     if not isinstance(values, list) or not all(isinstance(v, int | float) and not isinstance(v, bool) for v in values):

@@ -8,7 +8,8 @@ Clipping is torch's rule `g * min(1, max_norm / (norm + 1e-6))`, differentiated 
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import re
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -42,14 +43,16 @@ class Optimizer(Protocol):
 
 @dataclass(frozen=True)
 class SGD:
-    """Stochastic gradient descent with momentum and coupled weight decay, as torch.optim.SGD (dampening 0).
+    """Stochastic gradient descent with momentum and coupled weight decay, as torch.optim.SGD.
 
-    d = g + weight_decay * p;   m' = momentum * m + d;   p' = p - lr * (d + momentum * m'  if nesterov else m')
+    d = g + weight_decay * p;   m' = momentum * m + (1 - dampening) * d, the first one d itself;
+    p' = p - lr * (d + momentum * m'  if nesterov else m')
     """
 
     momentum: float = 0.0
     nesterov: bool = False
     weight_decay: float = 0.0
+    dampening: float = 0.0
 
     def init(self, params: Tensors) -> Slots:
         if self.momentum == 0:
@@ -61,7 +64,7 @@ class SGD:
         for name, p in params.items():
             d = grads[name] if self.weight_decay == 0 else grads[name].add(p, alpha=self.weight_decay)
             if self.momentum != 0:
-                m = slots["momentum_buffer"][name].mul(self.momentum).add(d)
+                m = slots["momentum_buffer"][name].mul(self.momentum).add(d, alpha=self._fresh(step))
                 new_momentum[name] = m
                 d = d.add(m, alpha=self.momentum) if self.nesterov else m
             new_params[name] = p.add(d, alpha=-lr)
@@ -80,10 +83,15 @@ class SGD:
                     cot, alpha=-lr * (self.momentum if self.nesterov else 1.0)
                 )
                 to_momentum[name] = cot_m.mul(self.momentum)
+                cot_m = cot_m if self._fresh(step) == 1 else cot_m.mul(self._fresh(step))
                 cot_d = cot_m.add(cot, alpha=-lr) if self.nesterov else cot_m
             to_grads[name] = cot_d
             to_params[name] = cot.clone() if self.weight_decay == 0 else cot.add(cot_d, alpha=self.weight_decay)
         return to_params, ({"momentum_buffer": to_momentum} if self.momentum != 0 else {}), to_grads
+
+    def _fresh(self, step: int) -> float:
+        """The weight of d in the momentum."""
+        return 1.0 if step == 0 else 1 - self.dampening
 
 
 @dataclass(frozen=True)
@@ -148,6 +156,247 @@ class AdamW:
         """(sqrt(vhat + eps_root), the same plus eps)."""
         root = v.div(self._corrections(step)[1]).add_(self.eps_root).sqrt_()
         return root, root.add(self.eps)
+
+
+@dataclass(frozen=True)
+class Adam(AdamW):
+    """Adam with coupled weight decay, as torch.optim.Adam: AdamW without a decay of its own, of g + weight_decay * p."""
+
+    weight_decay: float = 0.0
+
+    def update(self, params: Tensors, slots: Slots, grads: Tensors, lr: float, step: int) -> tuple[Tensors, Slots]:
+        return self._without_decay().update(params, slots, _decayed(grads, params, self.weight_decay), lr, step)
+
+    def pull_back(
+        self, params: Tensors, slots: Slots, grads: Tensors, lr: float, step: int, cot_params: Tensors, cot_slots: Slots
+    ) -> tuple[Tensors, Slots, Tensors]:
+        decayed = _decayed(grads, params, self.weight_decay)
+        to_params, to_slots, to_grads = self._without_decay().pull_back(
+            params, slots, decayed, lr, step, cot_params, cot_slots
+        )
+        return _decayed(to_params, to_grads, self.weight_decay), to_slots, to_grads
+
+    def _without_decay(self) -> AdamW:
+        return AdamW(self.betas, self.eps, self.eps_root, weight_decay=0.0)
+
+
+@dataclass(frozen=True)
+class Adagrad:
+    """Adagrad with coupled weight decay, as torch.optim.Adagrad, with `eps_root` inside the square root.
+
+        d = g + weight_decay * p;   s' = s + d^2;   p' = p - lr / (1 + step * lr_decay) * d / (sqrt(s' + eps_root) + eps)
+
+    Where `s' + eps_root` is exactly 0 the square root's branch is dropped, as in AdamW.
+    """
+
+    lr_decay: float = 0.0
+    weight_decay: float = 0.0
+    initial_accumulator_value: float = 0.0
+    eps: float = 1e-10
+    eps_root: float = 1e-8
+
+    def init(self, params: Tensors) -> Slots:
+        return {"sum": {name: torch.full_like(p, self.initial_accumulator_value) for name, p in params.items()}}
+
+    def update(self, params: Tensors, slots: Slots, grads: Tensors, lr: float, step: int) -> tuple[Tensors, Slots]:
+        new_params, new_sum = {}, {}
+        for name, d in _decayed(grads, params, self.weight_decay).items():
+            total = slots["sum"][name].addcmul(d, d)
+            denominator = total.add(self.eps_root).sqrt_().add(self.eps)
+            new_params[name], new_sum[name] = params[name].addcdiv(d, denominator, value=-self._lr(lr, step)), total
+        return new_params, {"sum": new_sum}
+
+    def pull_back(
+        self, params: Tensors, slots: Slots, grads: Tensors, lr: float, step: int, cot_params: Tensors, cot_slots: Slots
+    ) -> tuple[Tensors, Slots, Tensors]:
+        to_sum, to_grads, rate = {}, {}, self._lr(lr, step)
+        for name, d in _decayed(grads, params, self.weight_decay).items():
+            root = slots["sum"][name].addcmul(d, d).add_(self.eps_root).sqrt_()
+            denominator = root.add(self.eps)
+            by_d = denominator.reciprocal().mul_(-rate)
+            by_sum = _by_radicand(d, root, denominator).mul_(-rate)
+            cot = cot_params[name]
+            to_sum[name] = torch.addcmul(cot_slots["sum"][name], cot, by_sum)
+            to_grads[name] = cot.mul(by_d).addcmul_(to_sum[name], d.mul(2))
+        to_params = {name: cot.clone() for name, cot in cot_params.items()}
+        return _decayed(to_params, to_grads, self.weight_decay), {"sum": to_sum}, to_grads
+
+    def _lr(self, lr: float, step: int) -> float:
+        return lr / (1 + step * self.lr_decay)
+
+
+@dataclass(frozen=True)
+class RMSprop:
+    """RMSprop with coupled weight decay, as torch.optim.RMSprop, with `eps_root` inside the square root.
+
+        d = g + weight_decay * p;   v' = alpha v + (1 - alpha) d^2;   a' = alpha a + (1 - alpha) d  (0 unless centered)
+        u = d / (sqrt(v' - a'^2 + eps_root) + eps);   m' = momentum m + u;   p' = p - lr * m'
+
+    Where the radicand is exactly 0 the square root's branch is dropped, as in AdamW.
+    """
+
+    alpha: float = 0.99
+    eps: float = 1e-8
+    eps_root: float = 1e-8
+    weight_decay: float = 0.0
+    momentum: float = 0.0
+    centered: bool = False
+
+    def init(self, params: Tensors) -> Slots:
+        names = [
+            "square_avg",
+            *(["grad_avg"] if self.centered else []),
+            *(["momentum_buffer"] if self.momentum else []),
+        ]
+        return {slot: {name: torch.zeros_like(p) for name, p in params.items()} for slot in names}
+
+    def update(self, params: Tensors, slots: Slots, grads: Tensors, lr: float, step: int) -> tuple[Tensors, Slots]:
+        new_params: dict[str, Tensor] = {}
+        new_slots: dict[str, dict[str, Tensor]] = {slot: {} for slot in slots}
+        for name, d in _decayed(grads, params, self.weight_decay).items():
+            squares, mean = self._averages(slots, d, name)
+            move = d / self._root(squares, mean).add(self.eps)
+            new_slots["square_avg"][name] = squares
+            if mean is not None:
+                new_slots["grad_avg"][name] = mean
+            if self.momentum:
+                move = new_slots["momentum_buffer"][name] = slots["momentum_buffer"][name].mul(self.momentum).add(move)
+            new_params[name] = params[name].add(move, alpha=-lr)
+        return new_params, new_slots
+
+    def pull_back(
+        self, params: Tensors, slots: Slots, grads: Tensors, lr: float, step: int, cot_params: Tensors, cot_slots: Slots
+    ) -> tuple[Tensors, Slots, Tensors]:
+        to_grads: dict[str, Tensor] = {}
+        to_slots: dict[str, dict[str, Tensor]] = {slot: {} for slot in slots}
+        for name, d in _decayed(grads, params, self.weight_decay).items():
+            squares, mean = self._averages(slots, d, name)
+            root = self._root(squares, mean)
+            denominator = root.add(self.eps)
+            cot_move = cot_params[name].mul(-lr)
+            if self.momentum:
+                cot_move = cot_move.add_(cot_slots["momentum_buffer"][name])
+                to_slots["momentum_buffer"][name] = cot_move.mul(self.momentum)
+            cot_radicand = cot_move.mul(_by_radicand(d, root, denominator))
+            cot_squares = cot_slots["square_avg"][name].add(cot_radicand)
+            cot = cot_move.div(denominator).addcmul_(cot_squares, d.mul(2 * (1 - self.alpha)))
+            to_slots["square_avg"][name] = cot_squares.mul_(self.alpha)
+            if mean is not None:
+                cot_mean = torch.addcmul(cot_slots["grad_avg"][name], cot_radicand, mean, value=-2)
+                cot.add_(cot_mean, alpha=1 - self.alpha)
+                to_slots["grad_avg"][name] = cot_mean.mul_(self.alpha)
+            to_grads[name] = cot
+        to_params = {name: cot.clone() for name, cot in cot_params.items()}
+        return _decayed(to_params, to_grads, self.weight_decay), to_slots, to_grads
+
+    def _averages(self, slots: Slots, d: Tensor, name: str) -> tuple[Tensor, Tensor | None]:
+        squares = slots["square_avg"][name].mul(self.alpha).addcmul(d, d, value=1 - self.alpha)
+        return squares, slots["grad_avg"][name].lerp(d, 1 - self.alpha) if self.centered else None
+
+    def _root(self, squares: Tensor, mean: Tensor | None) -> Tensor:
+        radicand = squares if mean is None else squares.addcmul(mean, mean, value=-1)
+        return radicand.add(self.eps_root).sqrt_()
+
+
+@dataclass(frozen=True)
+class Group:
+    """Parameters whose name has a match of the pattern are updated by `optimizer`, at `lr_factor` times the learning rate."""
+
+    pattern: str
+    optimizer: Optimizer
+    lr_factor: float = 1.0
+
+
+@dataclass(frozen=True)
+class Grouped:
+    """Several optimizers of one kind, each for its own parameters: the first group whose pattern is found in the name, or `rest`."""
+
+    groups: tuple[Group, ...]
+    rest: Optimizer
+
+    def init(self, params: Tensors) -> Slots:
+        merged: dict[str, dict[str, Tensor]] = {}
+        for group, own in self._split(params):
+            _merge(merged, group.optimizer.init(own))
+        return merged
+
+    def update(self, params: Tensors, slots: Slots, grads: Tensors, lr: float, step: int) -> tuple[Tensors, Slots]:
+        new_params: dict[str, Tensor] = {}
+        new_slots: dict[str, dict[str, Tensor]] = {slot: {} for slot in slots}
+        for group, own in self._split(params):
+            moved, kept = group.optimizer.update(own, _of(slots, own), _only(grads, own), lr * group.lr_factor, step)
+            new_params |= moved
+            _merge(new_slots, kept)
+        return {name: new_params[name] for name in params}, new_slots
+
+    def pull_back(
+        self, params: Tensors, slots: Slots, grads: Tensors, lr: float, step: int, cot_params: Tensors, cot_slots: Slots
+    ) -> tuple[Tensors, Slots, Tensors]:
+        to_params: dict[str, Tensor] = {}
+        to_slots: dict[str, dict[str, Tensor]] = {slot: {} for slot in slots}
+        to_grads: dict[str, Tensor] = {}
+        for group, own in self._split(params):
+            pulled = group.optimizer.pull_back(
+                own,
+                _of(slots, own),
+                _only(grads, own),
+                lr * group.lr_factor,
+                step,
+                _only(cot_params, own),
+                _of(cot_slots, own),
+            )
+            to_params |= pulled[0]
+            _merge(to_slots, pulled[1])
+            to_grads |= pulled[2]
+        ordered = ({name: tensors[name] for name in params} for tensors in (to_params, to_grads))
+        return next(ordered), to_slots, next(ordered)
+
+    def group_of(self, name: str) -> Group:
+        """The group of a parameter, or of a rank's piece of it ("rank:name")."""
+        rank, _, rest = name.partition(":")
+        name = rest if rank.isdecimal() else name
+        return next((g for g in self.groups if re.search(g.pattern, name)), Group("", self.rest))
+
+    def _split(self, params: Tensors) -> list[tuple[Group, dict[str, Tensor]]]:
+        """Every group that has parameters, with them, in the order of the first of each."""
+        split: dict[Group, dict[str, Tensor]] = {}
+        for name, p in params.items():
+            split.setdefault(self.group_of(name), {})[name] = p
+        return list(split.items())
+
+
+def eps_root_of(optimizer: Optimizer) -> float | None:
+    """The term inside the optimizer's square root; None where it has no square root."""
+    inner = optimizer.rest if isinstance(optimizer, Grouped) else optimizer
+    found: float | None = getattr(inner, "eps_root", None)
+    return found
+
+
+def _merge(into: dict[str, dict[str, Tensor]], slots: Slots) -> None:
+    for slot, tensors in slots.items():
+        into.setdefault(slot, {}).update(tensors)
+
+
+def _only(tensors: Tensors, names: Iterable[str]) -> dict[str, Tensor]:
+    return {name: tensors[name] for name in names}
+
+
+def _of(slots: Slots, names: Iterable[str]) -> dict[str, dict[str, Tensor]]:
+    """The slots of these parameters; a slot that their optimizer does not have is left out."""
+    found = {slot: {name: tensors[name] for name in names if name in tensors} for slot, tensors in slots.items()}
+    return {slot: tensors for slot, tensors in found.items() if tensors}
+
+
+def _decayed(grads: Tensors, params: Tensors, weight_decay: float) -> Tensors:
+    """g + weight_decay * p; `grads` themselves where there is no decay."""
+    if weight_decay == 0:
+        return grads
+    return {name: g.add(params[name], alpha=weight_decay) for name, g in grads.items()}
+
+
+def _by_radicand(d: Tensor, root: Tensor, denominator: Tensor) -> Tensor:
+    """The derivative of `d / (sqrt(s) + eps)` in s, 0 where s is exactly 0."""
+    return d.div(denominator).div_(denominator).div_(root).mul_(-0.5).masked_fill_(root == 0, 0.0)
 
 
 def clip(grads: Tensors, max_norm: float | None, ranks: Ranks = ALL) -> Tensors:
@@ -216,6 +465,3 @@ def _global_norm(grads: Tensors, ranks: Ranks) -> Tensor:
             f"the gradient's global norm is {float(norm)}; not finite in {', '.join(bad[:5]) or 'the sum'}"
         )
     return norm
-
-
-OPTIMIZERS: Mapping[str, type[SGD] | type[AdamW]] = {"sgd": SGD, "adamw": AdamW}

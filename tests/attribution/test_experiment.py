@@ -107,7 +107,7 @@ def test_only_the_named_optimizer_s_fields_are_accepted(tmp_path: Path) -> None:
     assert load_experiment(write(tmp_path, sgd)).training.optimizer == expected
     wrong = MINIMAL + "training:\n  optimizer:\n    name: sgd\n    betas: [0.9, 0.99]\n"
     assert message(write(tmp_path, wrong)) == (
-        "line 6: training.optimizer.betas: unknown field; known here: name, lr, momentum, nesterov, weight_decay"
+        "line 6: training.optimizer.betas: unknown field; known here: lr, groups, name, momentum, nesterov, dampening, weight_decay"
     )
 
 
@@ -130,10 +130,13 @@ def test_only_the_named_optimizer_s_fields_are_accepted(tmp_path: Path) -> None:
             "training: {batch_size: 4, microbatch_size: 5}\n",
             "line 3: training: microbatch_size (5) exceeds batch_size (4)",
         ),
-        ("training: {optimizer: {lr: 1}}\n", "line 3: training.optimizer.name: missing; one of sgd, adamw"),
         (
-            "training:\n  optimizer:\n    name: adam\n",
-            "line 5: training.optimizer.name: should be one of sgd, adamw, found 'adam'",
+            "training: {optimizer: {lr: 1}}\n",
+            "line 3: training.optimizer.name: missing; one of sgd, adam, adamw, adagrad, rmsprop",
+        ),
+        (
+            "training:\n  optimizer:\n    name: adamant\n",
+            "line 5: training.optimizer.name: should be one of sgd, adam, adamw, adagrad, rmsprop, found 'adamant'",
         ),
         (
             "training:\n  optimizer:\n    name: adamw\n    betas:\n      - 0.9\n      - 1.5\n",
@@ -141,7 +144,7 @@ def test_only_the_named_optimizer_s_fields_are_accepted(tmp_path: Path) -> None:
         ),
         (
             "training: {optimizer: {name: sgd, nesterov: true}}\n",
-            "line 3: training.optimizer: nesterov needs a momentum above 0",
+            "line 3: training.optimizer: nesterov needs a momentum above 0 and no dampening",
         ),
         (
             "training:\n  schedule: {name: linear, values: rates.npz}\n",
@@ -416,7 +419,7 @@ def sections(model: type[BaseModel]) -> Iterator[type[BaseModel]]:
 
 def test_every_field_is_described() -> None:
     found = set(sections(Experiment))
-    assert len(found) == 14
+    assert len(found) == 22
     undescribed = [(s.__name__, name) for s in found for name, field in s.model_fields.items() if not field.description]
     assert undescribed == []
 
