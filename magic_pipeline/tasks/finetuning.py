@@ -201,8 +201,6 @@ class CausalLM:
         """`[rows, tokens - 1, vocabulary]`: what predicts the tokens from the second on."""
         own = self._alone(batch, next(model.parameters()).dtype) if self.packing == "isolated" else {}
         logits: Tensor = model(input_ids=batch["tokens"], use_cache=False, **own).logits
-        if logits.shape[1] != batch["tokens"].shape[1]:
-            raise InputError("adapters that put tokens of their own in front are not supported", field="task.adapter")
         return logits[:, :-1]
 
     def _alone(self, batch: Batch, dtype: torch.dtype) -> Batch:

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import fnmatch
 import json
-from collections.abc import Callable, Mapping, Sequence
+import warnings
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -85,15 +87,34 @@ class PretrainedModel:
         peft = import_extra("peft", extra="hf", needed_by="task.adapter")
         saved, settings = self._adapter_folder(), dict(self.adapter)
         try:
-            if saved is not None:
-                return peft.PeftModel.from_pretrained(model, str(saved), is_trainable=True)
-            kind = str(settings.pop("type")).upper()
-            return peft.get_peft_model(
-                model, peft.get_peft_config({"peft_type": kind, "task_type": "CAUSAL_LM"} | settings)
-            )
+            with warnings.catch_warnings():
+                # peft asks transformers by an older name; nobody who fine-tunes can do anything about it.
+                warnings.filterwarnings("ignore", "`is_gradient_checkpointing` is deprecated", FutureWarning)
+                if saved is not None:
+                    adapted = peft.PeftModel.from_pretrained(model, str(saved), is_trainable=True)
+                else:
+                    kind = {"peft_type": str(settings.pop("type")).upper(), "task_type": "CAUSAL_LM"}
+                    adapted = peft.get_peft_model(model, peft.get_peft_config(kind | settings))
         except (KeyError, ValueError, TypeError, OSError) as error:
             message = f"expected {{type: lora, r: 8, ...}} or {{folder: ...}} as peft knows it: {offline(error)}"
             raise InputError(message, field="task.adapter") from error
+        if any(config.is_prompt_learning for config in adapted.peft_config.values()):
+            message = "adapters that put tokens of their own in front (prompt and prefix tuning) are not supported"
+            raise InputError(message, field="task.adapter")
+        return adapted
+
+
+@contextmanager
+def _without_progress_bars() -> Iterator[None]:
+    """A run's log is no place for them."""
+    logging = _transformers().utils.logging
+    shown = logging.is_progress_bar_enabled()
+    logging.disable_progress_bar()
+    try:
+        yield
+    finally:
+        if shown:
+            logging.enable_progress_bar()
 
 
 def load_tokenizer(source: str, folder: Path) -> Any:
@@ -106,19 +127,24 @@ def from_pretrained(auto: Any, source: str, folder: Path, setting: str, **option
     field, path = f"task.{setting}", folder / source
     load: Callable[..., Any] = auto.from_pretrained
     try:
-        if path.is_dir():
-            return load(str(path), local_files_only=True, **options)
-        if source.startswith((".", "/", "~")) or source.count("/") > 1:
-            raise InputError(f"there is no folder {path}", field=field)
-        try:
-            return load(source, local_files_only=True, **options)
-        except (OSError, ValueError):
-            refuse_unreachable(source, f"there is no folder {path}, and", field=field)
-            return load(source, **options)
+        with _without_progress_bars():
+            return _load(load, source, path, field, options)
     except InputError:
         raise
     except Exception as error:
         raise InputError(f"{source!r} cannot be loaded: {offline(error)}", field=field) from error
+
+
+def _load(load: Callable[..., Any], source: str, path: Path, field: str, options: Mapping[str, Any]) -> Any:
+    if path.is_dir():
+        return load(str(path), local_files_only=True, **options)
+    if source.startswith((".", "/", "~")) or source.count("/") > 1:
+        raise InputError(f"there is no folder {path}", field=field)
+    try:
+        return load(source, local_files_only=True, **options)
+    except (OSError, ValueError):
+        refuse_unreachable(source, f"there is no folder {path}, and", field=field)
+        return load(source, **options)
 
 
 def _transformers() -> Any:

@@ -104,7 +104,9 @@ def write_experiment(folder: Path, **changes: Any) -> Path:
         lines = [{"id": "one", "text": "the dog sat on the mat"}, {"id": "two", "text": "a bird flew"}]
         write_lines(folder / "queries.jsonl", lines)
     sections: dict[str, Any] = {
-        name: changes.pop(name) for name in ("training", "attribution", "queries", "ranks") if name in changes
+        name: changes.pop(name)
+        for name in ("training", "attribution", "queries", "ranks", "storage")
+        if name in changes
     }
     content: dict[str, Any] = {
         "name": "tuned",

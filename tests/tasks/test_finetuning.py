@@ -21,17 +21,7 @@ from magic_pipeline.errors import InputError
 from tests.attribution.test_units import off, tables
 from tests.tasks.checkpoint import CONFIG, TEXTS, opened_tuned, save_checkpoint, save_tokenizer, write_lines
 
-pytestmark = [
-    pytest.mark.usefixtures("hf_quiet"),
-    # peft asks transformers by the older name.
-    pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing` is deprecated:FutureWarning"),
-]
 LORA = {"type": "lora", "r": 2, "lora_alpha": 4, "target_modules": ["c_attn"], "fan_in_fan_out": True}
-
-
-@pytest.fixture
-def hf_quiet(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("HF_HUB_DISABLE_PROGRESS_BARS", "1")
 
 
 def scores_by_central_differences(opened: OpenExperiment, lr: float) -> np.ndarray[Any, Any]:
@@ -244,6 +234,51 @@ def test_frozen_layers_are_in_no_state(tmp_path: Path) -> None:
         opened_tuned(tmp_path, freeze=["*lstm*"])
 
 
+def test_other_adapters_are_walked_too(tmp_path: Path) -> None:
+    modules = {"target_modules": ["mlp.c_proj"], "feedforward_modules": ["mlp.c_proj"]}
+    adapter = {"type": "ia3", "fan_in_fan_out": True, **modules}
+    opened = opened_tuned(tmp_path, adapter=adapter)
+    assert all("ia3" in name for name in opened.initial_state.params)
+    assert np.abs(tables(opened)[0].scores).max() > 1e-6
+
+
+def test_a_saved_adapter_is_trained_on(tmp_path: Path) -> None:
+    first = opened_tuned(tmp_path, adapter=LORA)
+    first.module.save_pretrained(tmp_path / "adapter")  # type: ignore[operator]
+    second = opened_tuned(tmp_path, adapter={"folder": "adapter"})
+    mine, theirs = first.initial_state.params, second.initial_state.params
+    assert mine.keys() == theirs.keys() and all(torch.equal(mine[name], theirs[name]) for name in mine)
+    settings = tmp_path / "adapter" / "adapter_config.json"
+    settings.write_text(json.dumps(json.loads(settings.read_text()) | {"lora_alpha": 8}))
+    assert opened_tuned(tmp_path, adapter={"folder": "adapter"}).fingerprint != second.fingerprint
+
+
+@pytest.mark.parametrize("size", [1, 3])
+def test_token_scores_do_not_depend_on_micro_batches(tmp_path: Path, size: int) -> None:
+    """Documents are of 5 to 9 tokens, and the last batch has two: the padding differs with the split."""
+    whole = tables(opened_tuned(tmp_path, attribution={"unit": "token"}, storage="whole"))
+    split = opened_tuned(tmp_path, attribution={"unit": "token"}, training={"microbatch_size": size}, storage="split")
+    for a, b in zip(whole, tables(split), strict=True):
+        assert a.tokens is not None and b.tokens is not None
+        assert off(b.tokens.scores, a.tokens.scores) < 1e-10
+
+
+def test_a_tokenizers_start_token_comes_first_and_once(tmp_path: Path) -> None:
+    """And its end token too, where it adds one itself."""
+    from tokenizers.processors import TemplateProcessing
+    from transformers import AutoTokenizer
+
+    save_tokenizer(tmp_path / "words")
+    auto: Any = AutoTokenizer
+    tokenizer = auto.from_pretrained(tmp_path / "words")
+    tokenizer.backend_tokenizer.post_processor = TemplateProcessing(
+        single="<bot> $A <end>", special_tokens=[("<bot>", 3), ("<end>", 1)]
+    )
+    tokenizer.save_pretrained(tmp_path / "words")
+    opened = opened_tuned(tmp_path, tokenizer="words")
+    assert read_back(opened)[0] == f"<bot> {TEXTS[0]} <end>" and targets(opened, 0) == f"{TEXTS[0]} <end>"
+
+
 def test_a_model_from_a_config_needs_a_tokenizer(tmp_path: Path) -> None:
     save_tokenizer(tmp_path / "words")
     opened = opened_tuned(tmp_path, model=dict(CONFIG), tokenizer="words")
@@ -282,6 +317,11 @@ def long(words: int) -> str:
         ([{"id": "x", **A}], {"data": "nothing.jsonl"}, r"task.data: there is no file or folder .*nothing.jsonl"),
         ([{"id": "x", **A}], {"model": "./nothing"}, r"task.model: there is no folder .*nothing"),
         ([{"id": "x", **A}], {"adapter": {"type": "lara"}}, r"task.adapter: expected"),
+        (
+            [{"id": "x", **A}],
+            {"adapter": {"type": "prompt_tuning", "num_virtual_tokens": 2}},
+            r"tokens of their own in front",
+        ),
         ([{"id": "x", **A}], {"attention": "flash"}, r"task.attention: expected one of eager, sdpa"),
         ([{"id": "x", "messages": []}], {}, r"example 'x': row 1: messages should be a list"),
     ],
