@@ -186,7 +186,7 @@ def write_metasmoothness(
 def derivative_digest(opened: OpenExperiment) -> str | None:
     """The data version of the directional derivative; None while a training or all scores are missing."""
     queries = _finished(opened)
-    of = _planned(opened, derivative_bank(opened.fingerprint, len(opened.units), _derivative(opened)))
+    of = _planned(opened, derivative_bank(opened.weighted, len(opened.units), _derivative(opened)))
     runs = () if of is None else retrained_runs(of)
     if of is None or not queries or len(runs) < len(of.bank.runs):
         return None
@@ -200,7 +200,7 @@ def write_directional_derivative(
     settings, queries = _derivative(opened), _finished(opened)
     if not queries:
         raise MagicError("no query's scores are finished; materialize attribution_scores first")
-    of = open_bank(opened, derivative_bank(opened.fingerprint, len(opened.units), settings))
+    of = open_bank(opened, derivative_bank(opened.weighted, len(opened.units), settings))
     retrain(of, observe=observe, should_stop=should_stop)
     runs = retrained_runs(of)
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 from typing import Any
 
@@ -11,14 +12,19 @@ import pytest
 import torch
 from torch import Tensor
 
+from magic_pipeline.attribution.leave_one_out import retrain
+from magic_pipeline.attribution.observing import CheckpointSealed
 from magic_pipeline.attribution.opening import OpenExperiment
 from magic_pipeline.attribution.planning import plan_experiment
 from magic_pipeline.attribution.score_table import ScoreTable
 from magic_pipeline.attribution.scores import read_scores, write_scores
 from magic_pipeline.attribution.status import query_statuses
 from magic_pipeline.attribution.training import train
+from magic_pipeline.attribution.verifying import verify_experiment
 from magic_pipeline.attribution.walking import walk
 from magic_pipeline.errors import InputError
+from magic_pipeline.metagradient.batched_training import batched_step, repeated
+from magic_pipeline.metagradient.step import train_step
 from tests.attribution import running
 from tests.attribution.running import keys, open_small
 from tests.attribution.sequence_task import IDS, SequenceTask
@@ -133,8 +139,6 @@ def test_scores_do_not_depend_on_padding_micro_batches_and_ranks(
 
 def test_documents_of_packed_rows_have_the_scores_of_examples(tmp_path: Path) -> None:
     """The same documents in the same batches, one a row and two a row."""
-    import json
-
     packed_order = [[4, 0], [1, 3, 2], [2, 1], [0, 3, 4]]
     of_row = {row: [n for n in (2 * row, 2 * row + 1) if n < len(IDS)] for row in range(5)}
     plain_order = [[n for row in batch for n in of_row[row]] for batch in packed_order]
@@ -148,6 +152,38 @@ def test_documents_of_packed_rows_have_the_scores_of_examples(tmp_path: Path) ->
         by_id = dict(zip(documents.ids, documents.scores, strict=True))
         assert set(by_id) == set(IDS)
         assert off([by_id[name] for name in examples.ids], examples.scores) < 1e-10
+
+
+@pytest.mark.parametrize("unit", ["document", "token"])
+def test_scores_are_central_differences_of_retraining_with_weights(tmp_path: Path, unit: str) -> None:
+    """As validation retrains: documents of packed rows have weights of their own, tokens share that of their example."""
+    opened = opened_with(tmp_path, unit, task={"packed": unit == "document"})
+    found, h = tables(opened), 1e-4
+    query = opened.queries[0]
+    differences = []
+    for row in range(len(opened.units)):
+        at = {}
+        for factor in (-2, -1, 1, 2):
+            weights = torch.ones(len(opened.units), dtype=torch.float64)
+            weights[row] += factor * h
+            trained = retrain(opened, weights)
+            with torch.no_grad():
+                at[factor] = float(opened.phi(query, trained.params, trained.buffers))
+        differences.append((8 * (at[1] - at[-1]) - (at[2] - at[-2])) / (12 * h))
+    assert off(found[0].scores, differences) < 1e-8
+
+
+def test_many_trainings_at_once_weigh_documents_like_one_at_a_time(tmp_path: Path) -> None:
+    opened = opened_with(tmp_path, "document", task={"packed": True, "padding": 2}, training={"microbatch_size": 2})
+    state, shards = opened.initial_state, opened.data(0)
+    weights = torch.rand(3, len(opened.units), dtype=torch.float64, generator=torch.Generator().manual_seed(1))
+    after, losses = batched_step(opened.recipe, repeated(opened.recipe, state, 3), shards, weights)
+    for run, of_run in enumerate(weights):
+        alone, record = train_step(opened.recipe, state, shards, of_run)
+        assert float(losses[run]) == pytest.approx(record.loss, rel=1e-12)
+        for name, tensor in alone.params.items():
+            assert torch.allclose(after.params[name][run], tensor, rtol=1e-11, atol=1e-13)
+            assert not torch.equal(tensor, state.params[name])
 
 
 def test_a_packed_row_belongs_to_its_documents(tmp_path: Path) -> None:
@@ -166,6 +202,8 @@ def test_another_unit_walks_again_and_trains_nothing(tmp_path: Path) -> None:
     begun = running.trained(second)
     tables(second)
     assert running.trained(second) == begun
+    found = verify_experiment(second)
+    assert found.checked and not found.findings
     again = opened_with(tmp_path, "example")
     assert all(status.complete for status in query_statuses(again))
 
@@ -175,14 +213,8 @@ def test_a_token_walk_resumes_to_the_same_bits(tmp_path: Path) -> None:
     opened = opened_with(tmp_path / "stopped", "token")
     train(opened)
     with pytest.raises(running.CrashError):
-        walk(opened, keys(opened), observe=running.crash_at(1, running_event()))
+        walk(opened, keys(opened), observe=running.crash_at(1, CheckpointSealed))
     assert whole == tables(opened_with(tmp_path / "stopped", "token"))
-
-
-def running_event() -> Any:
-    from magic_pipeline.attribution.observing import CheckpointSealed
-
-    return CheckpointSealed
 
 
 def test_the_file_says_what_its_lists_are(tmp_path: Path) -> None:

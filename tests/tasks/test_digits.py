@@ -115,6 +115,13 @@ def test_the_model_is_deterministic_under_a_seed_and_keeps_its_dtype(model: str)
     assert (losses.dtype, losses.shape) == (torch.float64, (4,))
 
 
+def test_a_query_can_measure_the_margin() -> None:
+    task = DigitsClassifier(hidden=3)
+    model, batch = task.build_model(), task.collate([task.training_data()[i] for i in range(4)])
+    p = model(batch["pixels"]).softmax(1)[torch.arange(4), batch["labels"]]
+    assert torch.allclose(task.measurements["log_odds"](model, batch), (p / (1 - p)).log(), atol=1e-5)
+
+
 def test_a_digit_is_shown_dark_on_white() -> None:
     task = DigitsClassifier()
     shown = task.render(task.training_data()[0])
