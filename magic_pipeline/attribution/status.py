@@ -133,6 +133,17 @@ def stored_trainings(store: Store, folder: str) -> tuple[StoredExperiment, ...]:
     return tuple(sorted(found, key=lambda one: one.created_unix, reverse=True))
 
 
+def current_training(experiment: Experiment) -> StoredExperiment | None:
+    """The newest training in the store that was made from the settings that the file has now. Its data are not looked at."""
+    from magic_pipeline.attribution.inventory import has_recipe
+
+    store, folder = Store(experiment.storage_url, options=experiment.storage_options or None), experiment.storage_folder
+    for training in stored_trainings(store, folder):
+        if has_recipe(experiment, store.read_json(Layout(folder, training.fingerprint).description)):
+            return training
+    return None
+
+
 def scores_digest(walk_digest: str) -> str:
     """The data version of a score sheet: it changes exactly with the walk that it was made from."""
     return fingerprint({"sheet_of": walk_digest})

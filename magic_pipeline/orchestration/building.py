@@ -14,6 +14,7 @@ from magic_pipeline.attribution.experiment import Experiment, load_experiments
 from magic_pipeline.errors import InputError
 from magic_pipeline.orchestration.failures import failure, one_line
 from magic_pipeline.orchestration.partitions import ExperimentAssets
+from magic_pipeline.orchestration.queries_sensor import nightly_schedule, queries_sensor
 from magic_pipeline.orchestration.scores_assets import matrix_asset, scores_asset
 from magic_pipeline.orchestration.segments_asset import segments_asset
 from magic_pipeline.orchestration.trajectory_asset import trajectory_asset
@@ -26,14 +27,21 @@ def build_definitions(folder: Path) -> dg.Definitions:
     """One asset group per valid experiment file, and one asset that shows the error per file that is wrong."""
     assets: list[dg.AssetsDefinition] = []
     jobs: list[UnresolvedAssetJobDefinition] = []
+    sensors: list[dg.SensorDefinition] = []
+    schedules: list[dg.ScheduleDefinition] = []
     for path, found in load_experiments(folder).items():
         if isinstance(found, InputError):
             assets.append(invalid_experiment_asset(path, found))
         else:
             assets += experiment_assets(found)
-            jobs += experiment_jobs(found)
+            own = experiment_jobs(found)
+            jobs += own
+            sensors.append(queries_sensor(found, own))
+            schedules.append(nightly_schedule(found, own))
     # In one process: a killed run leaves no step process behind that goes on computing.
-    return dg.Definitions(assets=assets, jobs=jobs, executor=dg.in_process_executor)
+    return dg.Definitions(
+        assets=assets, jobs=jobs, sensors=sensors, schedules=schedules, executor=dg.in_process_executor
+    )
 
 
 def experiment_assets(experiment: Experiment) -> list[dg.AssetsDefinition]:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
 import dagster as dg
@@ -11,6 +11,8 @@ from magic_pipeline.attribution.experiment import Experiment
 from magic_pipeline.errors import InputError
 
 QUERY, RANK = "query", "rank"
+# Queries of one run: enough to share all rematerialisation, few enough to keep the run's page in the UI quick.
+QUERIES_PER_RUN = 64
 # SQLite takes a limited number of variables in one statement.
 _KEYS_AT_ONCE = 200
 
@@ -90,6 +92,24 @@ def add_query_keys(instance: dg.DagsterInstance, assets: ExperimentAssets, keys:
     for start in range(0, len(new), _KEYS_AT_ONCE):
         instance.add_dynamic_partitions(assets.queries_name, new[start : start + _KEYS_AT_ONCE])
     return new
+
+
+def contiguous_blocks(order: Sequence[str], chosen: Collection[str], at_most: int) -> Iterator[list[str]]:
+    """The chosen keys in runs that are contiguous in `order`, as a range of partitions takes everything between its
+    ends.
+
+    >>> list(contiguous_blocks("abcdef", "abdef", 2))
+    [['a', 'b'], ['d', 'e'], ['f']]
+    """
+    block: list[str] = []
+    for key in order:
+        if block and (key not in chosen or len(block) == at_most):
+            yield block
+            block = []
+        if key in chosen:
+            block.append(key)
+    if block:
+        yield block
 
 
 def planned_keys(context: dg.AssetExecutionContext) -> Sequence[str]:

@@ -7,7 +7,7 @@ and the event log lacks (killed between seal and report) is run too: its op find
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 
 import dagster as dg
@@ -18,13 +18,16 @@ from magic_pipeline.orchestration.building import build_definitions
 from magic_pipeline.orchestration.headless import execute_asset, failure_of, mark_dead_runs
 from magic_pipeline.orchestration.materializations import recorded_version, recorded_versions
 from magic_pipeline.orchestration.operating import opened_once
-from magic_pipeline.orchestration.partitions import ExperimentAssets, add_query_keys
+from magic_pipeline.orchestration.partitions import (
+    QUERIES_PER_RUN,
+    ExperimentAssets,
+    add_query_keys,
+    contiguous_blocks,
+)
 from magic_pipeline.orchestration.validation_assets import subset_keys
 
 logger = logging.getLogger("magic_pipeline.run")
 
-# Queries of one run: enough to share all rematerialisation, few enough to keep the run's page in the UI quick.
-QUERIES_PER_RUN = 64
 # Subsets of one run: a block of the widest batch, twice.
 SUBSETS_PER_RUN = 256
 
@@ -190,24 +193,6 @@ class _Running:
         if not run.is_success:
             kind, message = failure_of(self.instance, run)
             raise RunFailedError(message, kind=kind, run_id=run.run_id)
-
-
-def contiguous_blocks(order: Sequence[str], chosen: Collection[str], at_most: int) -> Iterator[list[str]]:
-    """The chosen keys in runs that are contiguous in `order`, as a range of partitions takes everything between its
-    ends.
-
-    >>> list(contiguous_blocks("abcdef", "abdef", 2))
-    [['a', 'b'], ['d', 'e'], ['f']]
-    """
-    block: list[str] = []
-    for key in order:
-        if block and (key not in chosen or len(block) == at_most):
-            yield block
-            block = []
-        if key in chosen:
-            block.append(key)
-    if block:
-        yield block
 
 
 def _chosen_keys(keys: Mapping[str, str], ids: Sequence[str] | None) -> list[str]:
