@@ -26,9 +26,12 @@ def query_top_examples(opened: OpenExperiment, key: str, *, count: int = 8, rend
     first = {opened.dataset.ids[index]: index for index in reversed(range(len(opened.dataset)))}
 
     def render(row: int) -> Render:
-        # Examples that share an id share a score; the first of them is shown. Documents of packed rows are no examples.
-        known = rendered and table.facts.unit != "document"
-        return protocol.render(opened.task, opened.dataset[first[table.ids[row]]]) if known else None
+        if not rendered:
+            return None
+        if table.facts.unit == "document":
+            return protocol.render_document(opened.task, table.ids[row])
+        # Examples that share an id share a score; the first of them is shown.
+        return protocol.render(opened.task, opened.dataset[first[table.ids[row]]])
 
     shown = protocol.render(opened.task, query.query.examples[0]) if rendered else None
     return top_examples(query.id, shown, table.ids, table.scores, count=count, render=render)

@@ -182,6 +182,11 @@ class CausalLM:
         text: str = self.tokenizer.decode(example.tokens.tolist())
         return text
 
+    def render_document(self, document: str, /) -> str:
+        """The text of the first document with this id."""
+        found = next(record for record in self._records if record.id == document)
+        return self.render(self._encoder.encode(found, truncate=True))
+
     def _fitting(self, context: int | None) -> int:
         longest = getattr(self._config.get_text_config(), "max_position_embeddings", None)
         if context is None and longest is None:

@@ -37,6 +37,7 @@ __all__ = [
     "place_like",
     "query_measurement",
     "render",
+    "render_document",
     "rows",
     "token_ids",
     "token_labels",
@@ -120,6 +121,7 @@ class Task(Protocol):
     * `token_ids(batch) -> Tensor [rows, tokens]`: for scores of tokens, the token at each column of the losses, -1 on padding;
     * `token_labels(batch) -> Tensor [rows, tokens]`: the target at each column, -100 where there is none;
     * `token_text(ids) -> list[str]`: how a person sees each token;
+    * `render_document(id) -> str | PIL.Image.Image`: how a person sees a document of packed rows;
     * `render(example) -> str | PIL.Image.Image`: how a person sees an example in reports;
     * `version`: text to change when the class comes to compute something else, so that state of before is not resumed.
     """
@@ -259,6 +261,13 @@ def render(task: Task, example: Any) -> str | Image:
     """How a person sees the example: `task.render(example)`, by default the first 200 characters of its repr."""
     method = getattr(task, "render", None)
     shown: str | Image = repr(example)[:200] if method is None else method(example)
+    return shown
+
+
+def render_document(task: Task, document: str) -> str | Image | None:
+    """How a person sees a document of packed rows: `task.render_document(id)`; None where the task does not say."""
+    method = getattr(task, "render_document", None)
+    shown: str | Image | None = None if method is None else method(document)
     return shown
 
 

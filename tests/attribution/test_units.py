@@ -16,6 +16,7 @@ from magic_pipeline.attribution.leave_one_out import retrain
 from magic_pipeline.attribution.observing import CheckpointSealed
 from magic_pipeline.attribution.opening import OpenExperiment
 from magic_pipeline.attribution.planning import plan_experiment
+from magic_pipeline.attribution.rank_parts import part_of
 from magic_pipeline.attribution.score_table import ScoreTable
 from magic_pipeline.attribution.scores import read_scores, write_scores
 from magic_pipeline.attribution.status import query_statuses
@@ -184,6 +185,27 @@ def test_many_trainings_at_once_weigh_documents_like_one_at_a_time(tmp_path: Pat
         for name, tensor in alone.params.items():
             assert torch.allclose(after.params[name][run], tensor, rtol=1e-11, atol=1e-13)
             assert not torch.equal(tensor, state.params[name])
+
+
+@pytest.mark.parametrize("unit", ["token", "document"])
+def test_a_rank_holds_the_scores_of_its_own_examples(tmp_path: Path, unit: str) -> None:
+    opened = opened_with(tmp_path, unit, task={"packed": unit == "document"}, ranks=2, processes=1)
+    table = tables(opened)[0]
+    complete = opened.query_chain(opened.queries[0]).completed({}, read=[part_of(0), part_of(1)])
+    assert complete is not None
+    held = [complete.tensors(part_of(rank))["scores"] for rank in range(2)]
+    places: list[set[int]] = [set(), set()]
+    for step in range(opened.steps):
+        for shard in opened.data(step):
+            places[shard.rank] |= {
+                int(place) % opened.scored.places for place in shard.score_places.flatten() if place >= 0
+            }
+    for rank in range(2):
+        assert set(held[rank].nonzero().flatten().tolist()) <= places[rank]
+        assert held[rank].any() and len(held[rank]) == opened.scored.places
+    assert places[0] != places[1]
+    whole = table.scores if table.tokens is None else table.tokens.scores
+    assert np.array_equal((held[0] + held[1]).numpy(), whole)
 
 
 def test_a_packed_row_belongs_to_its_documents(tmp_path: Path) -> None:

@@ -18,6 +18,7 @@ import torch
 
 from magic_pipeline.attribution.opening import OpenExperiment
 from magic_pipeline.errors import InputError
+from magic_pipeline.reporting.of_experiment import query_top_examples
 from tests.attribution.test_units import off, tables
 from tests.tasks.checkpoint import CONFIG, TEXTS, opened_tuned, save_checkpoint, save_tokenizer, write_lines
 
@@ -148,6 +149,8 @@ def test_isolated_documents_have_the_scores_of_rows_of_their_own(tmp_path: Path)
     order = [[n for row in batch for n in range(first[row], first[row + 1])] for batch in whole.order]
     assert max(b - a for a, b in itertools.pairwise(first)) > 1
     by_document = tables(whole)
+    shown = query_top_examples(whole, whole.queries[0].key)
+    assert {f"{text} <end>" for text in TEXTS} >= {str(one.render) for one in shown.helpful} != set()
     (tmp_path / "order.json").write_text(json.dumps(order))
     by_example = tables(opened_tuned(tmp_path, training={"order": "order.json"}))
     for documents, examples in zip(by_document, by_example, strict=True):
