@@ -83,6 +83,7 @@ class Units:
             found = None if documents is None else f"{list(documents.shape)} up to {int(documents.max())}"
             message = f"units(batch) should be [rows, tokens] of indices below {len(self.row_of)}, found {found}"
             raise InputError(message, field="task")
+        documents = documents.cpu()
         rows = self.row_of[documents.clamp(min=0)] + block * len(self.ids)
         return torch.where(documents >= 0, rows, -1)
 

@@ -22,6 +22,7 @@ from magic_pipeline.attribution import gang
 from magic_pipeline.attribution.gang import processes_of, train_together, walk_together
 from magic_pipeline.attribution.observing import CheckpointSealed, Event, QueryComplete, WalkProgress
 from magic_pipeline.attribution.opening import OpenExperiment
+from magic_pipeline.attribution.scores import read_scores
 from magic_pipeline.attribution.status import query_statuses
 from magic_pipeline.attribution.training import train
 from magic_pipeline.attribution.verifying import verify_experiment
@@ -29,6 +30,7 @@ from magic_pipeline.checkpoints.holder import Holder
 from magic_pipeline.errors import GangError, HeldError, InputError, InterruptedWalkError, NonFiniteError
 from tests.attribution.gang_tasks import FAIL, SLEEPERS
 from tests.attribution.running import TASKS, keys, open_small, relative_error, run, same_bits, scores
+from tests.attribution.test_units import opened_with
 
 ROOT = Path(__file__).parents[2]
 GANG_TASKS = "tests.attribution.gang_tasks"
@@ -59,6 +61,15 @@ def test_two_processes_give_the_bits_of_one_and_say_what_they_do(tmp_path: Path,
     assert [e.step for e in events if isinstance(e, WalkProgress)] == [5, 4, 3, 2, 1, 0]
     assert [e.key for e in events if isinstance(e, QueryComplete)] == keys(opened)
     assert verify_experiment(opened).findings == () and children() == []
+
+
+def test_tokens_have_the_same_scores_in_two_processes(tmp_path: Path) -> None:
+    found = []
+    for processes in (1, 2):
+        opened = opened_with(tmp_path / str(processes), "token", ranks=2, processes=processes)
+        together(opened)
+        found.append([read_scores(opened, key).tokens for key in keys(opened)])
+    assert found[0] == found[1] and None not in found[0]
 
 
 def test_a_process_without_rows_of_a_batch_takes_part_all_the_same(tmp_path: Path) -> None:
