@@ -45,7 +45,7 @@ class CausalLM:
         end_token: whether texts and completions end in the tokenizer's end token, as a target.
         adapter: `{type: lora, r: 8, lora_alpha: 16, target_modules: [...]}` or any of peft's; only its parameters are trained.
         freeze: shell patterns of parameters that are not trained.
-        attention: eager or sdpa.
+        attention: eager or sdpa; null takes sdpa where the model has it, which casts less to float32 than many an eager softmax.
         queries: a file of lines like the data's, or `{"id", "examples": [...], "coefficients": [...]}`, or `{"id", "positive": [...],
             "negative": [...]}`; or a split of the dataset.
     """
@@ -63,7 +63,7 @@ class CausalLM:
         end_token: bool = True,
         adapter: Mapping[str, Any] | None = None,
         freeze: Sequence[str] = (),
-        attention: str = "eager",
+        attention: str | None = None,
         folder: Path | None = None,
         queries: QuerySource | None = None,
     ) -> None:
@@ -77,7 +77,7 @@ class CausalLM:
             self._folder,
             adapter,
             check_texts("freeze", freeze) if freeze else (),
-            check_choice("attention", attention, ("eager", "sdpa")),
+            None if attention is None else check_choice("attention", attention, ("eager", "sdpa")),
         )
         if tokenizer is None and not isinstance(model, str):
             raise InputError("a model from a config has no tokenizer of its own; name one", field="task.tokenizer")

@@ -29,14 +29,14 @@ class PretrainedModel:
         source: a folder (relative to `folder`), a hub name, or a config `{model_type: gpt2, ...}` for a model from scratch.
         adapter: `{type: lora, r: 8, ...}`, the fields of peft's config of that type, or `{folder: ...}`, a saved adapter to train on.
         freeze: shell patterns of parameters that are not trained.
-        attention: eager or sdpa (which runs on its MATH backend).
+        attention: eager, or sdpa (which runs on its MATH backend); None takes sdpa where the model has it.
     """
 
     source: str | Mapping[str, Any]
     folder: Path
     adapter: Mapping[str, Any] | None
     freeze: Sequence[str]
-    attention: str
+    attention: str | None
 
     def config(self) -> Any:
         """transformers' config. Raises InputError."""
@@ -72,7 +72,10 @@ class PretrainedModel:
                 message = f"the checkpoint lacks {missing[0]!r} (of {len(missing)}), which would start at random"
                 raise InputError(message, field="task.model")
         else:
-            model = auto.from_config(config, attn_implementation=self.attention)
+            try:
+                model = auto.from_config(config, attn_implementation=self.attention)
+            except (ValueError, ImportError) as error:
+                raise InputError(f"the model cannot be built: {offline(error)}", field="task.model") from error
         model = self._adapted(model)
         _freeze(model, self.freeze)
         built: nn.Module = model

@@ -290,6 +290,32 @@ def test_a_model_from_a_config_needs_a_tokenizer(tmp_path: Path) -> None:
         opened_tuned(tmp_path, model=dict(CONFIG))
 
 
+LLAMA = {
+    "model_type": "llama",
+    "vocab_size": CONFIG["vocab_size"],
+    "hidden_size": 8,
+    "intermediate_size": 12,
+    "num_hidden_layers": 1,
+    "num_attention_heads": 2,
+    "num_key_value_heads": 1,
+    "max_position_embeddings": 16,
+}
+
+
+def test_isolated_documents_of_a_model_with_rotary_positions(tmp_path: Path) -> None:
+    save_tokenizer(tmp_path / "words")
+    packed = opened_tuned(tmp_path, model=LLAMA, tokenizer="words", packing="isolated")
+    alone = opened_tuned(tmp_path, model=LLAMA, tokenizer="words")
+    model = alone.recipe.model.module
+    row = packed.dataset[1]
+    documents = [alone.dataset[row.first + number] for number in range(int(row.part.max()) + 1)]
+    assert row.first > 0 and len(documents) > 1
+    with torch.no_grad():
+        together = packed.task.example_losses(model, packed.task.collate([row])).flatten()
+        each = [alone.task.example_losses(model, alone.task.collate([one])).flatten() for one in documents]
+    assert torch.allclose(together, torch.cat(each), rtol=1e-12, atol=1e-14)
+
+
 def test_a_changed_config_is_another_training(tmp_path: Path) -> None:
     before = opened_tuned(tmp_path).fingerprint
     config = tmp_path / "checkpoint" / "config.json"
@@ -324,6 +350,11 @@ def long(words: int) -> str:
             [{"id": "x", **A}],
             {"adapter": {"type": "prompt_tuning", "num_virtual_tokens": 2}},
             r"tokens of their own in front",
+        ),
+        (
+            [{"id": "x", **A}],
+            {"model": {"n_layer": 1}, "tokenizer": "checkpoint"},
+            r"task.model: is no config: expected model_type",
         ),
         ([{"id": "x", **A}], {"attention": "flash"}, r"task.attention: expected one of eager, sdpa"),
         ([{"id": "x", "messages": []}], {}, r"example 'x': row 1: messages should be a list"),
