@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from contextlib import nullcontext
 from dataclasses import dataclass
 from typing import Any
 
@@ -14,6 +15,12 @@ from magic_pipeline.errors import InputError
 from magic_pipeline.metagradient.batch_norm import write_out_batch_norm
 from magic_pipeline.metagradient.numerics import seeded, twice_differentiable_kernels
 from magic_pipeline.metagradient.optimizers import Optimizer
+from magic_pipeline.metagradient.padded_embeddings import (
+    Unpadded,
+    WithTwins,
+    padded_weights,
+    refuse_what_is_no_gradient,
+)
 from magic_pipeline.metagradient.state import Tensors, TrainState
 
 
@@ -64,6 +71,8 @@ class FunctionalModel:
         self.params: Tensors = {n: p.detach() for n, p in module.named_parameters() if p.requires_grad}
         if not self.params:
             raise InputError("the model has no trainable parameter", field="task")
+        refuse_what_is_no_gradient(self.module)
+        self._padded = padded_weights(self.module)
         self._caller = _Caller(self.module)
         self._recurrent = any(isinstance(child, nn.RNNBase) for child in module.modules())
         self._tracked: frozenset[str] = frozenset()
@@ -105,15 +114,22 @@ class FunctionalModel:
         params_now = {n: p.clone() for n, p in self.params.items()}
         return TrainState(0, params_now, optimizer.init(params_now), buffers, counters)
 
-    def losses(self, params: Tensors, buffers: Tensors, counters: Tensors, batch: Any, seed: int) -> Losses:
-        """The example losses of one shard, differentiable in `params` and `buffers`.
+    def twins(self, params: Tensors) -> dict[str, Tensor]:
+        """Leaves of the same values, for the weights of embeddings with a padding row (padded_embeddings.py)."""
+        return {name: params[name].detach().clone().requires_grad_() for name in sorted(self._padded)}
+
+    def losses(
+        self, params: Tensors, buffers: Tensors, counters: Tensors, batch: Any, seed: int, twins: Tensors | None = None
+    ) -> Losses:
+        """The example losses of one shard, differentiable in `params` and `buffers`, and in `twins` where they are given.
 
         Raises:
             InputError: the losses are not `[rows]` or `[rows, tokens]` of the run's dtype or have no gradient path, or a buffer
                 changed that training left alone before.
         """
         untouched = self._untracked_versions()
-        losses, after = self._run(params, {**buffers, **{n: c.clone() for n, c in counters.items()}}, batch, seed)
+        with WithTwins({name: (params[name], twin) for name, twin in twins.items()}) if twins else nullcontext():
+            losses, after = self._run(params, {**buffers, **{n: c.clone() for n, c in counters.items()}}, batch, seed)
         moved = [name for name, version in self._untracked_versions().items() if untouched.get(name) != version]
         if moved:
             raise InputError(f"the step changed the buffer {moved[0]!r}, which the first step left alone", field="task")
@@ -132,7 +148,8 @@ class FunctionalModel:
             InputError: the result has no gradient path.
         """
         self._set_mode(False)
-        with twice_differentiable_kernels(recurrent=self._recurrent):
+        padding = Unpadded() if self._padded else nullcontext()
+        with twice_differentiable_kernels(recurrent=self._recurrent), padding:
             result: Tensor = functional_call(self._caller, self._named(params, buffers), (function,))
         _require_gradient_path(result, params, "the query's measurement")
         return result

@@ -125,13 +125,13 @@ def _pull_two_lanes(
         value = along[short] if kind == "grad" else along_buffers[short]
         zero = torch.zeros_like(value)
         lanes.append(torch.stack([value, zero] if kind == "grad" else [zero, value]).expand(2, *tensor.shape))
-    inputs = [*graph.params.values(), *graph.buffers.values(), graph.weights]
+    inputs = graph.inputs
     cotangents = dict(zip(graph.outputs, lanes, strict=True))
     if not cotangents:
-        return [[None] * len(inputs)] * 2, True
+        return [[None] * (len(inputs) - len(graph.twins))] * 2, True
     try:
         both = pull_lanes(graph.outputs, inputs, cotangents, keep_graph=True)
-        return [[None if r is None else r[lane] for r in both] for lane in range(2)], True
+        return [[None if r is None else r[lane] for r in graph.merged(both)] for lane in range(2)], True
     except RuntimeError:
         # An operation without a batching rule; if something else is wrong, one lane at a time says so.
         single = [
@@ -140,7 +140,7 @@ def _pull_two_lanes(
             )
             for lane in range(2)
         ]
-        return [[None if r is None else r[0] for r in results] for results in single], False
+        return [[None if r is None else r[0] for r in graph.merged(results)] for results in single], False
 
 
 def _as_walked(

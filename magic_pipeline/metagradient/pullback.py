@@ -90,19 +90,39 @@ def _in_reverse(shards: Sequence[Shard], ranks: Ranks) -> Iterator[int | None]:
 
 @dataclass(frozen=True)
 class ShardGraph:
-    """The double-backward graph of one shard: outputs (g_s, buffers_{s+1}) of inputs (params, buffers_s, w)."""
+    """The double-backward graph of one shard: outputs (g_s, buffers_{s+1}) of inputs (params, buffers_s, w).
+
+    Attributes:
+        twins: of some parameters, other leaves on which the outputs depend too (padded_embeddings.py).
+    """
 
     outputs: Tensors
     params: Tensors
     buffers: Tensors
     weights: Tensor
+    twins: Tensors
+
+    @property
+    def inputs(self) -> list[Tensor]:
+        """Parameters, buffers, weights and twins, in this order."""
+        return [*self.params.values(), *self.buffers.values(), self.weights, *self.twins.values()]
+
+    def merged(self, parts: Sequence[Tensor | None]) -> list[Tensor | None]:
+        """What was pulled back to `inputs`, the twins' parts added to their parameters'."""
+        own, others = list(parts[: len(parts) - len(self.twins)]), parts[len(parts) - len(self.twins) :]
+        for name, part in zip(self.twins, others, strict=True):
+            at = list(self.params).index(name)
+            mine = own[at]
+            own[at] = part if mine is None else mine if part is None else mine + part
+        return own
 
 
 def shard_graph(model: FunctionalModel, record: StepRecord, shard: Shard, index: int, denominator: float) -> ShardGraph:
     """Builds the graph of shard number `index` of a step, at the step's own state."""
     params, buffers = leaves(record.state.params), leaves(record.shard_buffers[index])
     with torch.enable_grad():
-        out = model.losses(params, buffers, record.shard_counters[index], shard.batch, shard.seed)
+        twins = model.twins(params)
+        out = model.losses(params, buffers, record.shard_counters[index], shard.batch, shard.seed, twins)
         places = shard.score_places
         weights = torch.ones(places.shape, dtype=out.losses.dtype, device=out.losses.device, requires_grad=True)
         loss = weighted_loss(out.losses, weights, denominator)
@@ -111,7 +131,7 @@ def shard_graph(model: FunctionalModel, record: StepRecord, shard: Shard, index:
         )
     outputs = {f"grad/{name}": g for name, g in zip(params, grads, strict=True) if g is not None and g.requires_grad}
     outputs |= {f"buffer/{name}": b for name, b in out.buffers.items() if b.requires_grad}
-    return ShardGraph(outputs, params, buffers, weights)
+    return ShardGraph(outputs, params, buffers, weights, twins)
 
 
 @dataclass(frozen=True)
@@ -134,16 +154,16 @@ class _Pulling:
     def through(self, graph: ShardGraph, shard: Shard, cot_buffers: Tensors) -> Tensors:
         """Adds the shard's part; gives the cotangent of the buffers before the shard."""
         before = {name: torch.zeros_like(cot) for name, cot in cot_buffers.items()}
-        inputs = [*graph.params.values(), *graph.buffers.values(), graph.weights]
         for number, rows in enumerate(self.chunks):
             cotangents = {f"grad/{n}": c for n, c in self._whole(rows).items()}
             cotangents |= {f"buffer/{n}": c[rows] for n, c in cot_buffers.items()}
-            parts = pull_lanes(
+            pulled = pull_lanes(
                 graph.outputs,
-                inputs,
+                graph.inputs,
                 {name: cotangents[name] for name in graph.outputs},
                 keep_graph=number < len(self.chunks) - 1,
             )
+            parts = graph.merged(pulled)
             self._add(parts[: len(graph.params)], rows)
             for into, part in zip(before.values(), parts[len(graph.params) : -1], strict=True):
                 if part is not None:
