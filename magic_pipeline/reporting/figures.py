@@ -115,8 +115,8 @@ def _is_pictured(tops: Sequence[TopExamples]) -> bool:
 
 def _sides(top: TopExamples) -> list[tuple[str, str, tuple[ScoredExample, ...]]]:
     return [
-        ("most helpful: more weight on these lowers the query's loss", HELPFUL, top.helpful),
-        ("most harmful: more weight on these raises it", HARMFUL, top.harmful),
+        (top.explanations[0], HELPFUL, top.helpful),
+        (top.explanations[1], HARMFUL, top.harmful),
     ]
 
 

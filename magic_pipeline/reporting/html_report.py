@@ -10,9 +10,10 @@ from typing import TYPE_CHECKING, Any
 
 from magic_pipeline.attribution.costs import costs
 from magic_pipeline.attribution.linear_datamodeling import LinearDatamodelingScore
-from magic_pipeline.attribution.score_table import SIGN_CONVENTION
+from magic_pipeline.attribution.score_table import SIGN_CONVENTION, ScoreTable
 from magic_pipeline.attribution.scores import read_scores
 from magic_pipeline.attribution.status import query_statuses
+from magic_pipeline.attribution.token_columns import TokensOfUnit
 from magic_pipeline.attribution.trajectory import required_trajectory
 from magic_pipeline.attribution.validation import read_validation
 from magic_pipeline.attribution.validation_tables import summary, validation_lines
@@ -27,6 +28,7 @@ if TYPE_CHECKING:
     from magic_pipeline.attribution.opening import OpenExperiment
 
 _LONGEST = 4000  # characters of an example
+_MOST_TOKENS = 1000
 
 
 @dataclass(frozen=True)
@@ -128,26 +130,46 @@ def _query(opened: OpenExperiment, key: str, count: int) -> dict[str, Any]:
     return {
         "id": top.query_id,
         "render": _look(top.query),
-        "helpful": [_example(example) for example in top.helpful],
-        "harmful": [_example(example) for example in top.harmful],
+        "headings": top.headings,
+        "helpful": [_example(opened, table, example) for example in top.helpful],
+        "harmful": [_example(opened, table, example) for example in top.harmful],
         "distribution": _data_uri(distribution_chart(table.scores)),
         "steps": _data_uri(steps_chart(last, table.scores)),
     }
 
 
-def _example(example: ScoredExample) -> dict[str, Any]:
-    return {"id": example.id, "score": score_text(example.score), "render": _look(example.render)}
+def _example(opened: OpenExperiment, table: ScoreTable, example: ScoredExample) -> dict[str, Any]:
+    look = _look(example.render) if table.tokens is None else _tokens(opened, table.tokens_of(example.id))
+    return {"id": example.id, "score": score_text(example.score), "render": look}
 
 
-def _look(render: Render) -> dict[str, str] | None:
+def _tokens(opened: OpenExperiment, found: TokensOfUnit) -> dict[str, Any]:
+    """An example's tokens, each shaded by its score: the largest of them is as dark as it gets."""
+    scores, ids = found.scores[:_MOST_TOKENS], [int(token) for token in found.ids[:_MOST_TOKENS]]
+    texts = opened.task.token_text(ids) if hasattr(opened.task, "token_text") else [f"{token} " for token in ids]
+    largest = max(map(abs, scores), default=0.0) or 1.0
+    shaded = [
+        {
+            "text": text,
+            "score": score_text(float(score)),
+            "side": "h" if score < 0 else "x",
+            "dark": abs(float(score)) / largest,
+        }
+        for text, score in zip(texts, scores, strict=True)
+    ]
+    more = len(found.ids) - len(ids)
+    return {"tokens": shaded, "more": f" … and {more:,} tokens more" if more else "", "text": "", "picture": ""}
+
+
+def _look(render: Render) -> dict[str, Any] | None:
     if render is None:
         return None
     if isinstance(render, str):
         shown = render if len(render) <= _LONGEST else f"{render[:_LONGEST]} … ({len(render):,} characters)"
-        return {"text": shown, "picture": ""}
+        return {"text": shown, "picture": "", "tokens": ()}
     with io.BytesIO() as file:
         render.convert("RGB").save(file, format="PNG")
-        return {"picture": _data_uri(file.getvalue()), "text": ""}
+        return {"picture": _data_uri(file.getvalue()), "text": "", "tokens": ()}
 
 
 def _printable(value: Any) -> Any:

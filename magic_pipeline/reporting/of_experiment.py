@@ -34,7 +34,8 @@ def query_top_examples(opened: OpenExperiment, key: str, *, count: int = 8, rend
         return protocol.render(opened.task, opened.dataset[first[table.ids[row]]])
 
     shown = protocol.render(opened.task, query.query.examples[0]) if rendered else None
-    return top_examples(query.id, shown, table.ids, table.scores, count=count, render=render)
+    measurement = query.query.measurement
+    return top_examples(query.id, shown, table.ids, table.scores, count=count, render=render, measurement=measurement)
 
 
 def experiment_gallery(opened: OpenExperiment, keys: Sequence[str], *, count: int = 5) -> bytes:

@@ -26,10 +26,14 @@ def markdown_table(top: TopExamples) -> str:
     """
     return "\n\n".join(
         [
-            _markdown_section("Most helpful (more weight on these lowers the query's loss)", top.helpful),
-            _markdown_section("Most harmful (more weight on these raises it)", top.harmful),
+            _markdown_section(_sentence(top.explanations[0]), top.helpful),
+            _markdown_section(_sentence(top.explanations[1]), top.harmful),
         ]
     )
+
+
+def _sentence(text: str) -> str:
+    return markdown_text(text[0].upper() + text[1:], ID_WIDTH)
 
 
 def costs_table(costs: Sequence[Cost]) -> str:
@@ -54,10 +58,11 @@ def terminal_table(top: TopExamples, *, width: int = 100) -> str:
     column = max(12, (width - 26) // 2)
     rows = list(zip_longest(top.helpful, top.harmful))
     shown = [one_line(example.id, column) for row in rows for example in row if example is not None]
-    column = max(columns(text) for text in [*shown, "most helpful"])
+    low, high = top.headings
+    column = max(columns(text) for text in [*shown, low, high])
     lines = [
         one_line(top.query_id, width),
-        f"  {'most helpful':<{column}} {'score':>9}    {'most harmful':<{column}} {'score':>9}",
+        f"  {low:<{column}} {'score':>9}    {high:<{column}} {'score':>9}",
     ]
     lines += [f"  {_terminal_cell(left, column)}    {_terminal_cell(right, column)}".rstrip() for left, right in rows]
     return "\n".join(lines if rows else [*lines, "  none"])

@@ -35,12 +35,29 @@ class TopExamples:
         query: what the query looks like.
         helpful: negative scores, the lowest first: more weight on these lowers the query's measurement.
         harmful: positive scores, the highest first.
+        measurement: what the query measures by name; None is its loss, of which less is better.
     """
 
     query_id: str
     query: Render
     helpful: tuple[ScoredExample, ...]
     harmful: tuple[ScoredExample, ...]
+    measurement: str | None = None
+
+    @property
+    def headings(self) -> tuple[str, str]:
+        """What stands over negative and over positive scores: whether they help is known of a loss alone."""
+        if self.measurement is None:
+            return "most helpful", "most harmful"
+        return f"lower {self.measurement} most", f"raise {self.measurement} most"
+
+    @property
+    def explanations(self) -> tuple[str, str]:
+        """The headings, and what they mean."""
+        low, high = self.headings
+        if self.measurement is None:
+            return f"{low}: more weight on these lowers the query's loss", f"{high}: more weight on these raises it"
+        return f"{low}, with more weight", f"{high}, with more weight"
 
 
 def top_examples(
@@ -51,6 +68,7 @@ def top_examples(
     *,
     count: int = 8,
     render: Callable[[int], Render] = lambda index: None,
+    measurement: str | None = None,
 ) -> TopExamples:
     """The `count` most helpful and most harmful examples of a query; of equal scores the first in order.
 
@@ -77,4 +95,5 @@ def top_examples(
         query,
         helpful=chosen(rising[values[rising] < 0]),
         harmful=chosen(falling[values[falling] > 0]),
+        measurement=measurement,
     )

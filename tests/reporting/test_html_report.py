@@ -17,6 +17,8 @@ from magic_pipeline.attribution.validation import retrain_subsets, write_lds
 from magic_pipeline.attribution.walking import walk
 from magic_pipeline.errors import InputError, InterruptedWalkError, MagicError
 from magic_pipeline.reporting.html_report import RunCost, html_report
+from magic_pipeline.reporting.tables import markdown_table, terminal_table
+from magic_pipeline.reporting.top_examples import top_examples
 from tests.attribution.running import keys, open_small, run, stop_after
 from tests.attribution.small_task import SmallTask
 
@@ -63,7 +65,7 @@ def test_everything_that_users_wrote_is_shown_as_text_and_nothing_is_fetched(tmp
     assert "script" not in page.tags and page.text.count("<script>alert('owned')</script>{{ 7 * 7 }}") >= 1 + 2 * 3
     assert page.addresses and all(address.startswith("data:image/png;base64,") for address in page.addresses)
     assert "\x00" not in page.text
-    assert page.text.count("helped most") == 2 and "query second" in page.text
+    assert page.text.count("most helpful") == 2 and "query second" in page.text
     assert re.search(r"negative score means that more weight", page.text)
 
 
@@ -122,3 +124,18 @@ def test_the_command_writes_the_page_and_refuses_what_is_no_file_before_any_work
     assert (tmp_path / "page.html").read_text().startswith("<!doctype html>")
     assert cli.main(["report", path, "--output", str(tmp_path)]) == 2
     assert "should be a file in a folder that exists" in capsys.readouterr().err
+
+
+def test_tokens_are_shaded_by_their_scores_and_named_measurements_are_not_called_help(tmp_path: Path) -> None:
+    opened = open_small(
+        tmp_path, task={"type": "tests.attribution.sequence_task:SequenceTask"}, attribution={"unit": "token"}
+    )
+    run(opened)
+    text = html_report(opened, count=2)
+    assert re.search(r'<span class="[hx]" style="--dark: 1.000" title="[+-]', text)
+    shades = [float(one) for one in re.findall(r"--dark: ([0-9.]+)\"", text)]
+    assert len(shades) > 20 and 0 <= min(shades) < 0.9
+    assert "most helpful" in text
+    top = top_examples("q", None, ["a", "b"], [1.0, -1.0], measurement="log_odds")
+    assert top.headings == ("lower log_odds most", "raise log_odds most")
+    assert "helpful" not in markdown_table(top) + terminal_table(top) + " ".join(top.explanations)

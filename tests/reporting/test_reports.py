@@ -102,7 +102,8 @@ SCORES = st.floats(allow_nan=False, allow_infinity=False).filter(lambda score: s
 def test_the_terminal_table_keeps_to_its_width_whatever_the_ids_and_scores(
     query: str, helpful: list[tuple[str, float]], harmful: list[tuple[str, float]], width: int
 ) -> None:
-    top = TopExamples(query, None, *(tuple(ScoredExample(*pair) for pair in side) for side in (helpful, harmful)))
+    low, high = (tuple(ScoredExample(*pair) for pair in side) for side in (helpful, harmful))
+    top = TopExamples(query, None, low, high)
     lines = terminal_table(top, width=width).split("\n")
     assert len(lines) == 2 + max(len(helpful), len(harmful), 1)
     assert max(map(occupied, lines)) <= width

@@ -43,7 +43,7 @@ def test_nothing_is_cut_off_at_any_width_and_nothing_is_asked_of_a_network(
             show_at_width(driver, page, width)
             assert driver.execute_script("return document.documentElement.scrollWidth") <= width
             assert driver.execute_script("return [...document.images].every(image => image.naturalWidth > 0)")
-            assert "helped most" in driver.find_element("tag name", "body").text
+            assert "most helpful" in driver.find_element("tag name", "body").text
             asked = driver.execute_script("return performance.getEntriesByType('resource').map(entry => entry.name)")
             assert [name for name in asked if not name.startswith("data:")] == []
         assert driver.get_log("browser") == []  # type: ignore[no-untyped-call]
