@@ -21,6 +21,7 @@ if TYPE_CHECKING:
 REGISTERED: Mapping[str, str] = {
     "causal_lm": "magic_pipeline.tasks.finetuning:CausalLM",
     "causal_lm_text": "magic_pipeline.tasks.causal_lm:CausalLMText",
+    "image_classifier": "magic_pipeline.tasks.images:ImageClassifier",
     "digits_classifier": "magic_pipeline.tasks.digits:DigitsClassifier",
     "linear_regression": "magic_pipeline.tasks.linear_regression:LinearRegression",
 }
@@ -87,20 +88,35 @@ _BY_KEYWORD = (inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.KEYWOR
 
 def _find_class(task_type: str, folder: Path) -> Any:
     path = REGISTERED.get(task_type, task_type)
-    if not re.fullmatch(r"[^\W\d]\w*(\.[^\W\d]\w*)*:[^\W\d]\w*", path):
+    if ":" not in path:
         names = ", ".join(sorted(REGISTERED))
         raise InputError(f"no task {task_type!r}; give one of {names}, or package.module:ClassName", field="task.type")
-    module_name, class_name = path.split(":")
-    with _importable(folder):
-        _refuse_namesake(module_name, folder)
-        module = _import(module_name, folder)
-    cls = getattr(module, class_name, None)
+    cls = find_object(path, folder, field="task.type", kind="class")
     if not inspect.isclass(cls):
+        module_name, class_name = path.split(":")
+        module = sys.modules[module_name]
         raise InputError(f"module {module_name} ({module.__file__}) has no class {class_name}", field="task.type")
     return cls
 
 
-def _import(module_name: str, folder: Path) -> Any:
+def find_object(reference: str, folder: Path, *, field: str, kind: str = "callable") -> Any:
+    """What `package.module:name` names; modules in `folder` can be imported.
+
+    Raises:
+        InputError: it has another form, or there is no such module or name; `field` is at fault.
+    """
+    if not isinstance(reference, str) or not re.fullmatch(r"[^\W\d]\w*(\.[^\W\d]\w*)*:[^\W\d]\w*", reference):
+        raise InputError(f"expected package.module:name, found {reference!r}", field=field)
+    module_name, name = reference.split(":")
+    with _importable(folder):
+        _refuse_namesake(module_name, folder, field)
+        module = _import(module_name, folder, field)
+    if not hasattr(module, name):
+        raise InputError(f"module {module_name} ({module.__file__}) has no {kind} {name}", field=field)
+    return getattr(module, name)
+
+
+def _import(module_name: str, folder: Path, field: str) -> Any:
     importlib.invalidate_caches()  # the file may be younger than the import system's directory listing
     try:
         return importlib.import_module(module_name)
@@ -108,13 +124,11 @@ def _import(module_name: str, folder: Path) -> Any:
         raise
     except ModuleNotFoundError as error:
         if error.name is not None and f"{module_name}.".startswith(f"{error.name}."):
-            raise InputError(f"no module {error.name} in {folder} or installed", field="task.type") from error
-        raise InputError(
-            f"module {module_name} needs {error.name}, which is not installed", field="task.type"
-        ) from error
+            raise InputError(f"no module {error.name} in {folder} or installed", field=field) from error
+        raise InputError(f"module {module_name} needs {error.name}, which is not installed", field=field) from error
     except Exception as error:
         reason = f"{type(error).__name__}: {error}"
-        raise InputError(f"importing module {module_name} fails with {reason}", field="task.type") from error
+        raise InputError(f"importing module {module_name} fails with {reason}", field=field) from error
 
 
 @contextmanager
@@ -127,11 +141,11 @@ def _importable(folder: Path) -> Iterator[None]:
         sys.path.remove(entry)
 
 
-def _refuse_namesake(module_name: str, folder: Path) -> None:
+def _refuse_namesake(module_name: str, folder: Path, field: str) -> None:
     """Python keeps one module per name: a second folder with a module of that name would silently get the first's."""
     top = module_name.partition(".")[0]
     loaded = getattr(sys.modules.get(top), "__file__", None)
     here = [path.resolve() for path in (folder / f"{top}.py", folder / top / "__init__.py") if path.is_file()]
     if loaded is not None and here and Path(loaded).resolve() not in here:
         message = f"module {top} is in {here[0]}, but this process already uses {loaded} by that name; rename one"
-        raise InputError(message, field="task.type")
+        raise InputError(message, field=field)

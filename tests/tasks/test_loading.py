@@ -95,9 +95,9 @@ def test_a_class_with_keyword_arguments_takes_any_setting(folder: Path, module: 
             "digit_classifier",
             {},
             "task.type",
-            "give one of causal_lm, causal_lm_text, digits_classifier, linear_regression, or",
+            "give one of causal_lm, causal_lm_text, digits_classifier, image_classifier, linear_regression, or",
         ),
-        ("../x:Complete", {}, "task.type", "no task '../x:Complete'"),
+        ("../x:Complete", {}, "task.type", "expected package.module:name, found '../x:Complete'"),
         ("linear_regression", {"feature": 3}, "task.feature", "it has: data, data_seed, examples, features"),
     ],
 )
