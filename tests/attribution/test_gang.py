@@ -103,7 +103,8 @@ def test_one_process_that_is_killed_ends_all_and_a_rerun_by_another_number_goes_
     assert {query.step for query in query_statuses(opened)} <= {4, 2}
     one = open_small(tmp_path, **RANKS, processes=1)
     assert same_bits(run(one), alone)
-    assert verify_experiment(opened).findings == ()
+    # The heartbeat of the process that was killed may be left: it takes space and is no fault.
+    assert [f for f in verify_experiment(opened).findings if "/writers/" not in f.object] == []
 
 
 def test_a_walk_of_one_process_goes_on_in_two_one_segment_back_where_a_blob_is_damaged(
