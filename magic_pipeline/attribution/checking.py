@@ -10,7 +10,7 @@ from torch import nn
 
 from magic_pipeline.attribution.opening import OpenExperiment, measure
 from magic_pipeline.errors import InputError
-from magic_pipeline.metagradient.optimizers import eps_root_of
+from magic_pipeline.metagradient.parameter_groups import eps_root_of
 from magic_pipeline.metagradient.probe import ProbeReport, probe
 from magic_pipeline.metagradient.step import train_step
 from magic_pipeline.tasks.datasets import content_digest

@@ -9,7 +9,7 @@ from __future__ import annotations
 from torch import nn
 
 from magic_pipeline.attribution.opening import OpenExperiment
-from magic_pipeline.metagradient.optimizers import eps_root_of
+from magic_pipeline.metagradient.parameter_groups import eps_root_of
 
 # With a smaller term inside the square root, coordinates with tiny gradients jump between steps.
 _STEADY_EPS_ROOT = 1e-7

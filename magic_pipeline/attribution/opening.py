@@ -28,7 +28,8 @@ from magic_pipeline.checkpoints.store import Store
 from magic_pipeline.errors import InputError
 from magic_pipeline.metagradient.model import FunctionalModel
 from magic_pipeline.metagradient.numerics import shard_seed
-from magic_pipeline.metagradient.optimizers import SGD, Adagrad, Adam, AdamW, Group, Grouped, Optimizer, RMSprop
+from magic_pipeline.metagradient.optimizers import SGD, Adagrad, Adam, AdamW, Optimizer, RMSprop
+from magic_pipeline.metagradient.parameter_groups import Group, Grouped
 from magic_pipeline.metagradient.ranks import Alone, Gang, Ranks
 from magic_pipeline.metagradient.schedules import learning_rates
 from magic_pipeline.metagradient.state import TrainState

@@ -10,7 +10,8 @@ import torch
 from torch import Tensor
 
 from magic_pipeline.metagradient import optimizers
-from magic_pipeline.metagradient.optimizers import Group, Grouped, Optimizer
+from magic_pipeline.metagradient.optimizers import Optimizer
+from magic_pipeline.metagradient.parameter_groups import Group, Grouped
 from tests.metagradient.test_optimizers import LANES, random
 
 SHAPES = random(0)
