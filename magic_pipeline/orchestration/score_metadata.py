@@ -25,6 +25,7 @@ def score_metadata(opened: OpenExperiment, sheet: ScoreSheet, table: ScoreTable)
     return {
         "query": sheet.id,
         **_top_examples(opened, sheet.key),
+        **_charts(opened, table),
         "dagster/row_count": sheet.rows,
         "lowest_score": float(table.scores.min()),
         "highest_score": float(table.scores.max()),
@@ -64,6 +65,19 @@ def terminal_report(opened: OpenExperiment, key: str) -> str:
     from magic_pipeline.reporting.tables import terminal_table
 
     return terminal_table(query_top_examples(opened, key, count=5, rendered=False))
+
+
+def _charts(opened: OpenExperiment, table: ScoreTable) -> dict[str, Any]:
+    from magic_pipeline.reporting.charts import distribution_chart, steps_chart
+    from magic_pipeline.reporting.of_experiment import last_steps
+
+    def by_step() -> bytes:
+        return steps_chart(last_steps(opened), table.scores)
+
+    return {
+        **chart_metadata("distribution", lambda: distribution_chart(table.scores), "distribution of the scores"),
+        **chart_metadata("scores_by_step", by_step, "scores against the last step that used the example"),
+    }
 
 
 def _top_examples(opened: OpenExperiment, key: str) -> dict[str, Any]:

@@ -19,7 +19,7 @@ from magic_pipeline.attribution.validation import read_validation
 from magic_pipeline.attribution.validation_tables import summary, validation_lines
 from magic_pipeline.errors import InputError
 from magic_pipeline.reporting.charts import distribution_chart, loss_chart, prediction_chart, steps_chart
-from magic_pipeline.reporting.of_experiment import query_top_examples
+from magic_pipeline.reporting.of_experiment import last_steps, query_top_examples
 from magic_pipeline.reporting.text import score_text, short_count, short_size
 from magic_pipeline.reporting.top_examples import Render, ScoredExample
 from magic_pipeline.tasks.extras import import_extra
@@ -122,11 +122,6 @@ def _facts(opened: OpenExperiment, versions: dict[str, str]) -> list[tuple[str, 
 
 def _query(opened: OpenExperiment, key: str, count: int) -> dict[str, Any]:
     top, table = query_top_examples(opened, key, count=count), read_scores(opened, key)
-    last = [0] * len(opened.units)
-    for step, batch in enumerate(opened.order):
-        for index in batch:
-            for unit in opened.units_of_example(index):
-                last[unit] = step
     return {
         "id": top.query_id,
         "render": _look(top.query),
@@ -134,7 +129,7 @@ def _query(opened: OpenExperiment, key: str, count: int) -> dict[str, Any]:
         "helpful": [_example(opened, table, example) for example in top.helpful],
         "harmful": [_example(opened, table, example) for example in top.harmful],
         "distribution": _data_uri(distribution_chart(table.scores)),
-        "steps": _data_uri(steps_chart(last, table.scores)),
+        "steps": _data_uri(steps_chart(last_steps(opened), table.scores)),
     }
 
 

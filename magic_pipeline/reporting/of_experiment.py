@@ -38,6 +38,16 @@ def query_top_examples(opened: OpenExperiment, key: str, *, count: int = 8, rend
     return top_examples(query.id, shown, table.ids, table.scores, count=count, render=render, measurement=measurement)
 
 
+def last_steps(opened: OpenExperiment) -> list[int]:
+    """`[units]`: the last training step that used each."""
+    last = [0] * len(opened.units)
+    for step, batch in enumerate(opened.order):
+        for index in batch:
+            for unit in opened.units_of_example(index):
+                last[unit] = step
+    return last
+
+
 def experiment_gallery(opened: OpenExperiment, keys: Sequence[str], *, count: int = 5) -> bytes:
     """A row per query: the query, its most helpful and its most harmful examples, as PNG."""
     from magic_pipeline.reporting.figures import gallery_figure
