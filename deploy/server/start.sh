@@ -9,6 +9,7 @@ export DAGSTER_HOME MAGIC_PIPELINE_EXPERIMENTS DAGSTER_DISABLE_TELEMETRY=yes
 mkdir -p "$DAGSTER_HOME"
 "$python" - "$DAGSTER_HOME" "$port" "$code_port" <<'PYTHON'
 import pathlib, socket, sys
+from dagster import DagsterInstance
 from magic_pipeline.orchestration.instance import prepare_home
 home, *ports = sys.argv[1:]
 for port in map(int, ports):
@@ -19,6 +20,8 @@ for port in map(int, ports):
         except OSError as error:
             sys.exit(f"port {port} of 127.0.0.1 is taken: {error.strerror}")
 prepare_home(pathlib.Path(home))
+# Here and once: three processes that make the tables of a new home at the same time get in each other's way.
+DagsterInstance.from_config(home).dispose()
 PYTHON
 cat >"$DAGSTER_HOME/workspace.yaml" <<YAML
 load_from:
