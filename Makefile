@@ -21,7 +21,8 @@ demo: $(INSTALLED)
 	@echo; echo "Do the scores predict retraining? The ten most influential examples of one query, and ten others, left out one by one:"
 	$(VENV)/bin/python benchmarks/leave_one_out.py experiments/digits.yaml
 	@$(VENV)/bin/magic-pipeline export experiments/digits.yaml --format png --output digits.png
-	@echo; echo "Look at the picture digits.png, and at every score's lineage in Dagster:"
+	@$(VENV)/bin/magic-pipeline report experiments/digits.yaml --output digits_report.html
+	@echo; echo "Look at the page digits_report.html, the picture digits.png, and every score's lineage in Dagster:"
 	@echo "    $(VENV)/bin/magic-pipeline ui experiments"
 
 # Two tests at a time on two CPUs; a module's tests stay together, for they share what they set up.
