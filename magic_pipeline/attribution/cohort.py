@@ -13,6 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from magic_pipeline.attribution.engines import engine_of
 from magic_pipeline.attribution.free_space import check_free_space, walk_bytes
 from magic_pipeline.attribution.ledger import most_redone, record_walk
 from magic_pipeline.attribution.observing import (
@@ -95,6 +96,7 @@ class Cohort:
             member.lane = self.plan.lane(member.query.key)
             self._wait(member, final)
         self.pace = Pace()
+        self.engine = engine_of(self.opened, self.plan)
         if leads:
             self.steps_redone = most_redone(opened.store, opened.layout, {k: s for k, (s, _) in self.waiting.items()})
         position = max(step for step, _ in self.waiting.values())
@@ -148,6 +150,7 @@ class Cohort:
             chunk=self.plan.chunk,
             hold=self.plan.hold,
             check_end=lambda end: check_state(self.opened, self.trajectory, end),
+            engine=self.engine,
         )
         for step in steps:
             if step < stop:

@@ -313,6 +313,10 @@ class AttributionSettings(Section):
     chunk: AutoOrCount = Field(
         default="auto", description="queries per batched pullback call; auto takes the fastest that fits"
     )
+    engine: Literal["auto", "eager", "compiled"] = Field(
+        default="auto",
+        description="how steps are pulled back: eager; compiled by torch.compile (needs a C++ compiler); auto compiles where it pays",
+    )
     collective_timeout_minutes: float = Field(
         default=30, gt=0, description="with several processes: how long one waits for another's numbers"
     )

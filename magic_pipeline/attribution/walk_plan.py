@@ -35,6 +35,7 @@ class WalkPlan:
         threads: CPU threads.
         device: kind of device.
         versions: of the libraries.
+        engine: what pulls shards back: eager, or compiled where their form is one of `forms` (metagradient/compiled.py).
     """
 
     cohort: tuple[str, ...]
@@ -47,6 +48,8 @@ class WalkPlan:
     threads: int
     device: str
     versions: Mapping[str, str]
+    engine: str = "eager"
+    forms: tuple[str, ...] = ()
 
     def as_dict(self) -> dict[str, Any]:
         return asdict(self) | {"versions": dict(self.versions)}
@@ -55,8 +58,8 @@ class WalkPlan:
     def from_dict(cls, content: Mapping[str, Any]) -> WalkPlan:
         """Raises TypeError or KeyError where the content is no plan's."""
         fields = dict(content)
-        for name in ("cohort", "boundaries", "save_steps"):
-            fields[name] = tuple(fields[name])
+        for name in ("cohort", "boundaries", "save_steps", "forms"):
+            fields[name] = tuple(fields.get(name, ()))
         return cls(**fields)
 
     @cached_property

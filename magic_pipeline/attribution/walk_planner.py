@@ -9,13 +9,14 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import pairwise
 
 import psutil
 import torch
 from torch import Tensor
 
+from magic_pipeline.attribution.engines import forms_to_compile
 from magic_pipeline.attribution.opening import OpenExperiment
 from magic_pipeline.attribution.rank_parts import owned
 from magic_pipeline.attribution.training import versions
@@ -80,8 +81,17 @@ def plan_cohorts(opened: OpenExperiment, trajectory: Trajectory, keys: Sequence[
     shards = opened.shards(state.step, trajectory.microbatch_size)
     _, record = train_step(opened.recipe, state, shards)
     widths = choose_widths(opened, record, shards, len(keys), longest_segment(trajectory.boundaries))
+    eager_seconds = seconds_of_lane(opened, record, shards, widths.chunk)
+    forms = forms_to_compile(opened, trajectory, record, eager_seconds, len(keys), widths.sizes.graph)
+    if forms:
+        widths = replace(widths, chunk=1)  # compiled lanes go one after the other
     groups = [tuple(keys[at : at + widths.lanes]) for at in range(0, len(keys), widths.lanes)]
-    return [_plan(opened, trajectory, group, widths) for group in groups]
+    return [_plan(opened, trajectory, group, widths, forms) for group in groups]
+
+
+def seconds_of_lane(opened: OpenExperiment, record: StepRecord, shards: Sequence[Shard], chunk: int) -> float:
+    """Seconds that one query adds to a walked step."""
+    return seconds_per_lane(opened, record, shards, chunk, seconds_of_graph(opened, record, shards))
 
 
 def longest_segment(boundaries: Sequence[int]) -> int:
@@ -107,7 +117,9 @@ def choose_widths(
     return Widths(lanes, chunk, None if hold >= longest else int(hold), sizes)
 
 
-def _plan(opened: OpenExperiment, trajectory: Trajectory, cohort: tuple[str, ...], widths: Widths) -> WalkPlan:
+def _plan(
+    opened: OpenExperiment, trajectory: Trajectory, cohort: tuple[str, ...], widths: Widths, forms: tuple[str, ...]
+) -> WalkPlan:
     chunk = min(widths.chunk, len(cohort))
     return WalkPlan(
         cohort=cohort,
@@ -120,6 +132,8 @@ def _plan(opened: OpenExperiment, trajectory: Trajectory, cohort: tuple[str, ...
         threads=trajectory.threads,
         device=opened.recipe.model.device.type,
         versions=versions(),
+        engine="compiled" if forms else "eager",
+        forms=forms,
     )
 
 

@@ -76,6 +76,8 @@ class FunctionalModel:
         self._caller = _Caller(self.module)
         self._recurrent = any(isinstance(child, nn.RNNBase) for child in module.modules())
         self._tracked: frozenset[str] = frozenset()
+        # The compiled engine's code by form of shard (compiled.py): good for this model alone, and dear to make.
+        self.compiled: dict[str, Any] = {}
 
     def initial_state(self, optimizer: Optimizer, example_batch: Any) -> TrainState:
         """The state before step 0.

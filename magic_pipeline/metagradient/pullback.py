@@ -13,6 +13,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
@@ -24,6 +25,36 @@ from magic_pipeline.metagradient.state import Cotangent, Tensors
 from magic_pipeline.metagradient.step import Recipe, Shard, StepRecord, leaves, total_denominator, weighted_loss
 
 
+class PulledGraph(Protocol):
+    """One shard at one state, ready for cotangents of its outputs "grad/<parameter>" and "buffer/<name>"."""
+
+    def pull(self, cotangents: Tensors, *, keep_graph: bool) -> list[Tensor | None]:
+        """Cotangents `[lanes, ...]` of the outputs to those of parameters, buffers and weights in turn; None where all are 0."""
+        ...
+
+
+class Engine(Protocol):
+    """How shards are pulled back: the results are the same to rounding, whichever engine gives them."""
+
+    def shard_graph(
+        self, model: FunctionalModel, record: StepRecord, shard: Shard, index: int, denominator: float
+    ) -> PulledGraph:
+        """Shard number `index` of a step, at the step's own state."""
+        ...
+
+
+class EagerEngine:
+    """Double backward, operation by operation: for any model."""
+
+    def shard_graph(
+        self, model: FunctionalModel, record: StepRecord, shard: Shard, index: int, denominator: float
+    ) -> PulledGraph:
+        return shard_graph(model, record, shard, index, denominator)
+
+
+EAGER = EagerEngine()
+
+
 def pull_back(
     recipe: Recipe,
     record: StepRecord,
@@ -33,6 +64,7 @@ def pull_back(
     *,
     chunk: int,
     active: Sequence[bool] | None = None,
+    engine: Engine = EAGER,
 ) -> Cotangent:
     """The cotangent of `record.state` from that of the state after it.
 
@@ -67,7 +99,7 @@ def pull_back(
         if index is None:
             pulling.attend()
             continue
-        graph = shard_graph(recipe.model, record, shards[index], index, denominator)
+        graph = engine.shard_graph(recipe.model, record, shards[index], index, denominator)
         cot_buffers = pulling.through(graph, shards[index], cot_buffers)
     return Cotangent(to_params, to_slots, cot_buffers)
 
@@ -116,13 +148,39 @@ class ShardGraph:
             own[at] = part if mine is None else mine if part is None else mine + part
         return own
 
+    def pull(self, cotangents: Tensors, *, keep_graph: bool) -> list[Tensor | None]:
+        """The cotangents `[lanes, ...]` of the outputs, pulled back to parameters, buffers and weights in turn."""
+        wanted = {name: cotangents[name] for name in self.outputs}
+        return self.merged(pull_lanes(self.outputs, self.inputs, wanted, keep_graph=keep_graph))
+
 
 def shard_graph(model: FunctionalModel, record: StepRecord, shard: Shard, index: int, denominator: float) -> ShardGraph:
     """Builds the graph of shard number `index` of a step, at the step's own state."""
-    params, buffers = leaves(record.state.params), leaves(record.shard_buffers[index])
+    return graph_of(
+        model,
+        record.state.params,
+        record.shard_buffers[index],
+        record.shard_counters[index],
+        shard.batch,
+        shard,
+        denominator,
+    )
+
+
+def graph_of(
+    model: FunctionalModel,
+    params: Tensors,
+    buffers: Tensors,
+    counters: Tensors,
+    batch: Any,
+    shard: Shard,
+    denominator: float | Tensor,
+) -> ShardGraph:
+    """The same of single tensors, for who records it; `batch` stands for the shard's."""
+    params, buffers = leaves(params), leaves(buffers)
     with torch.enable_grad():
         twins = model.twins(params)
-        out = model.losses(params, buffers, record.shard_counters[index], shard.batch, shard.seed, twins)
+        out = model.losses(params, buffers, counters, batch, shard.seed, twins)
         places = shard.score_places
         weights = torch.ones(places.shape, dtype=out.losses.dtype, device=out.losses.device, requires_grad=True)
         loss = weighted_loss(out.losses, weights, denominator)
@@ -151,21 +209,15 @@ class _Pulling:
     to_params: Tensors
     scores: Tensor
 
-    def through(self, graph: ShardGraph, shard: Shard, cot_buffers: Tensors) -> Tensors:
+    def through(self, graph: PulledGraph, shard: Shard, cot_buffers: Tensors) -> Tensors:
         """Adds the shard's part; gives the cotangent of the buffers before the shard."""
         before = {name: torch.zeros_like(cot) for name, cot in cot_buffers.items()}
         for number, rows in enumerate(self.chunks):
             cotangents = {f"grad/{n}": c for n, c in self._whole(rows).items()}
             cotangents |= {f"buffer/{n}": c[rows] for n, c in cot_buffers.items()}
-            pulled = pull_lanes(
-                graph.outputs,
-                graph.inputs,
-                {name: cotangents[name] for name in graph.outputs},
-                keep_graph=number < len(self.chunks) - 1,
-            )
-            parts = graph.merged(pulled)
-            self._add(parts[: len(graph.params)], rows)
-            for into, part in zip(before.values(), parts[len(graph.params) : -1], strict=True):
+            parts = graph.pull(cotangents, keep_graph=number < len(self.chunks) - 1)
+            self._add(parts[: len(self.params)], rows)
+            for into, part in zip(before.values(), parts[len(self.params) : -1], strict=True):
                 if part is not None:
                     into[rows].add_(part)
             if parts[-1] is not None:

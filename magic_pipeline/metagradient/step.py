@@ -187,7 +187,7 @@ def total_denominator(shards: Sequence[Shard], step: int, ranks: Ranks) -> float
     return total
 
 
-def weighted_loss(losses: Tensor, weights: Tensor | None, denominator: float) -> Tensor:
+def weighted_loss(losses: Tensor, weights: Tensor | None, denominator: float | Tensor) -> Tensor:
     """A shard's part of `L_t`, a scalar."""
     return (losses if weights is None else over_losses(weights, losses) * losses).sum() / denominator
 

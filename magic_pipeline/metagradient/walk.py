@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from magic_pipeline.metagradient.pullback import pull_back
+from magic_pipeline.metagradient.pullback import EAGER, Engine, pull_back
 from magic_pipeline.metagradient.segments import split
 from magic_pipeline.metagradient.state import Cotangent, Tensors, TrainState
 from magic_pipeline.metagradient.step import Data, Recipe, StepRecord, train_step
@@ -60,6 +60,7 @@ def walk_segment(
     chunk: int,
     hold: int | None = None,
     check_end: Callable[[TrainState], None] | None = None,
+    engine: Engine = EAGER,
 ) -> Iterator[int]:
     """Walks `lanes` from step `stop` back to `start.step`.
 
@@ -75,7 +76,7 @@ def walk_segment(
     for record in _records(recipe, data, start, stop, hold or stop - start.step, check_end):
         step = record.state.step
         lanes.cotangent = pull_back(
-            recipe, record, data(step), lanes.cotangent, lanes.scores, chunk=chunk, active=lanes.active
+            recipe, record, data(step), lanes.cotangent, lanes.scores, chunk=chunk, active=lanes.active, engine=engine
         )
         yield step
 

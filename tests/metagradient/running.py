@@ -11,6 +11,7 @@ from torch import Tensor
 
 from magic_pipeline.metagradient import optimizers
 from magic_pipeline.metagradient.model import FunctionalModel
+from magic_pipeline.metagradient.pullback import EAGER, Engine
 from magic_pipeline.metagradient.segments import segment_boundaries
 from magic_pipeline.metagradient.state import TrainState
 from magic_pipeline.metagradient.step import Data, Recipe, Shard, train_step
@@ -79,6 +80,7 @@ def walk(
     columns: Sequence[int | None] | None = None,
     segment_steps: int | None = None,
     hold: int | None = None,
+    engine: Engine = EAGER,
 ) -> Tensor:
     """Train, then walk all the way back: `scores [units, lanes]`; `columns` says which query is in which lane."""
     run = recipe(problem)
@@ -86,7 +88,7 @@ def walk(
     lanes = joined(problem, run, states[-1], range(len(problem.measurements)) if columns is None else columns)
     boundaries = segment_boundaries(len(problem.steps), segment_steps)
     for start, stop in reversed(list(pairwise(boundaries))):
-        for _ in walk_segment(run, data(problem), states[start], stop, lanes, chunk=chunk, hold=hold):
+        for _ in walk_segment(run, data(problem), states[start], stop, lanes, chunk=chunk, hold=hold, engine=engine):
             pass
     return lanes.scores.T
 
