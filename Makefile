@@ -44,6 +44,7 @@ faults: $(INSTALLED)
 	$(RUN) tests.faults.zombies --stride 2
 	$(RUN) tests.faults.banks --stride 2
 	$(RUN) tests.faults.gangs --tries 8
+	$(RUN) tests.faults.services
 
 bench: $(INSTALLED)
 	$(VENV)/bin/python benchmarks/walk.py

@@ -25,6 +25,8 @@ _CONFIGURATION = {
     "run_launcher": {"module": "magic_pipeline.orchestration.launcher", "class": "HealthCheckedRunLauncher"},
     # One gang at a time takes the device; the slot belongs to the run, so it is held from the first step to the last.
     "concurrency": {"pools": {"granularity": "run", "default_limit": 1}, "runs": {"max_concurrent_runs": 4}},
+    # A code server that is being restarted costs a waiting run nothing: it goes back into the queue, for ten minutes.
+    "run_queue": {"max_user_code_failure_retries": 40, "user_code_failure_retry_delay": 15},
     "run_monitoring": {
         "enabled": True,
         "start_timeout_seconds": 600,

@@ -1,13 +1,8 @@
-"""The server's three processes, started, asked and stopped; its configuration held against Dagster's own schema."""
+"""The server's three processes, started, asked, killed and stopped; its configuration held against Dagster's own schema."""
 
 from __future__ import annotations
 
-import os
 import shutil
-import socket
-import subprocess
-import sys
-import time
 from pathlib import Path
 
 import psutil
@@ -16,64 +11,42 @@ import yaml
 from dagster._core.instance.config import dagster_instance_config
 
 from magic_pipeline.orchestration.instance import prepare_home
+from tests.deploy.deployment import NAMES, SERVER, Deployment, script
 from tests.orchestration.small_experiment import write_experiment
-from tests.ui.serving import ask
-
-SERVER = Path(__file__).parents[2] / "deploy" / "server"
-NAMES = ("code-server", "daemon", "webserver")
-JOBS = "{ repositoriesOrError { ... on RepositoryConnection { nodes { jobs { name } } } } }"
-
-
-def free_port() -> str:
-    with socket.create_server(("127.0.0.1", 0)) as listening:
-        return str(listening.getsockname()[1])
-
-
-def script(name: str, environment: dict[str, str]) -> subprocess.CompletedProcess[str]:
-    return subprocess.run(
-        ["bash", str(SERVER / name)],
-        env=os.environ | environment,
-        capture_output=True,
-        text=True,
-        check=False,
-        timeout=60,
-    )
 
 
 @pytest.mark.timeout(200)
-def test_three_processes_start_answer_refuse_a_second_start_and_stop(tmp_path: Path) -> None:
-    home = tmp_path / "home"
-    environment = {
-        "DAGSTER_HOME": str(home),
-        "MAGIC_PIPELINE_EXPERIMENTS": str(write_experiment(tmp_path / "experiments").parent),
-        "MAGIC_PORT": free_port(),
-        "MAGIC_CODE_PORT": free_port(),
-        "MAGIC_PYTHON": sys.executable,
-        "PYTHONPATH": str(Path(__file__).parents[2]),
-    }
-    started = script("start.sh", environment)
-    assert started.returncode == 0, started.stderr
-    processes = [psutil.Process(int((home / f"{name}.pid").read_text())) for name in NAMES]
+def test_three_processes_start_answer_on_loopback_alone_and_stop_and_a_second_start_mends_what_is_gone(
+    tmp_path: Path,
+) -> None:
+    served = Deployment(tmp_path / "home", write_experiment(tmp_path / "experiments").parent)
+    other = Deployment(tmp_path / "other", served.experiments, port=served.port, code_port=served.code_port)
+    served.start()
+    processes = [served.process(name) for name in NAMES]
     try:
-        address, until = f"http://127.0.0.1:{environment['MAGIC_PORT']}", time.monotonic() + 120
-        while True:
-            try:
-                nodes = ask(address, JOBS, {})["repositoriesOrError"]["nodes"]
-                if nodes:
-                    break
-            except OSError:
-                pass
-            assert time.monotonic() < until, (home / "webserver.log").read_text()[-2000:]
-            time.sleep(0.5)
-        assert "small_attribute" in {job["name"] for job in nodes[0]["jobs"]}
-        again = script("start.sh", environment)
-        assert again.returncode == 1 and "is taken" in again.stderr
+        assert "small_attribute" in served.wait_until_it_answers()
+        listening = {
+            connection.laddr.ip.removeprefix("::ffff:")
+            for process in processes
+            for one in (process, *process.children(recursive=True))
+            for connection in one.net_connections("tcp")
+            if connection.status == psutil.CONN_LISTEN
+        }
+        assert listening == {"127.0.0.1"}
+        refused = script("start.sh", other.environment)
+        assert refused.returncode == 1 and "is taken" in refused.stderr
+        assert "everything runs" in script("start.sh", served.environment).stdout
+        assert [served.process(name) for name in NAMES] == processes
+        processes[2].kill()
+        psutil.wait_procs(processes[2:], timeout=10)
+        assert script("start.sh", served.environment).stdout.startswith("started: webserver.")
+        processes[2] = served.process("webserver")
+        served.wait_until_it_answers()
         assert all(process.is_running() for process in processes)
     finally:
-        stopped = script("stop.sh", environment)
-    assert stopped.returncode == 0, stopped.stderr
+        served.stop()
     _, alive = psutil.wait_procs(processes, timeout=10)
-    assert alive == [] and not list(home.glob("*.pid"))
+    assert alive == [] and not list(served.home.glob("*.pid"))
 
 
 def test_what_is_missing_in_the_environment_is_named(tmp_path: Path) -> None:
