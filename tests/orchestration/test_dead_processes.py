@@ -85,13 +85,17 @@ def test_the_launcher_calls_a_worker_failed_only_when_it_is_provably_gone(
         run = add_run(instance, run_id, tags, dg.DagsterRunStatus.STARTED)
         return launcher.check_run_worker_health(run).status
 
-    ids = [make_new_run_id() for _ in range(5)]
+    ids = [make_new_run_id() for _ in range(7)]
     assert health(tags_of(gone, ids[0]), ids[0]) == WorkerStatus.FAILED
     # A live worker survives its code server.
     assert health(process_tags(ids[1]) | unreachable, ids[1]) == WorkerStatus.RUNNING
     assert health(tags_of(gone, ids[0]) | unreachable, ids[2]) == WorkerStatus.FAILED
     assert health(tags_of(gone, ids[0]), ids[3]) == WorkerStatus.RUNNING
     assert health({}, ids[4]) == WorkerStatus.RUNNING
+    # A retry needs the code server: one at a fixed port is waited for, one at a socket is gone for good.
+    assert health(tags_of(gone, ids[5]) | unreachable, ids[5]) == WorkerStatus.RUNNING
+    at_a_socket = {GRPC_INFO_TAG: json.dumps({"host": "localhost", "socket": "/nowhere/socket"})}
+    assert health(tags_of(gone, ids[6]) | at_a_socket, ids[6]) == WorkerStatus.FAILED
 
 
 def test_a_tag_that_cannot_be_read_says_nothing() -> None:
