@@ -69,6 +69,12 @@ def forms_to_compile(
     setting = opened.experiment.attribution.engine
     if setting == "eager":
         return ()
+    if opened.ranks.count > 1:
+        if setting == "compiled":
+            logger.warning(
+                "the walk is pulled back eagerly: the compiled engine works on one rank, not on %d", opened.ranks.count
+            )
+        return ()
     share, shard = _most_frequent(opened, trajectory)
     expected = _EXPECTED_SAVING * eager_seconds * share * trajectory.steps * queries
     if setting == "auto" and expected <= _COMPILE_SECONDS:
@@ -100,8 +106,6 @@ def _most_frequent(opened: OpenExperiment, trajectory: Trajectory) -> tuple[floa
 
 
 def _compile(opened: OpenExperiment, record: StepRecord, shard: Shard) -> tuple[CompiledShard, float]:
-    if opened.ranks.count > 1:
-        raise CannotCompileError("it works on one rank")
     if opened.recipe.model.device.type == "cpu" and not any(
         map(shutil.which, (os.environ.get("CXX", "g++"), "clang++"))
     ):

@@ -1,5 +1,7 @@
 """The experiment of these tests: linear regression in 6 steps of 3 segments with 3 queries; and what the event log says of it.
 
+The chunk is fixed, for `auto` measures which is fastest, and another one rounds otherwise.
+
 With `slow`, its task sleeps in every forward pass while there is a file of that name beside it, so that a test can
 kill it at a place of its choice.
 """
@@ -28,7 +30,7 @@ task: {{type: "{task}", examples: 12, features: 2}}
 training:
   {{epochs: 2, batch_size: 4, dtype: float64, optimizer: {{name: sgd, lr: 0.1}}, schedule: {{name: constant}}}}
 queries: {{split: test, count: 3}}
-attribution: {{segment_steps: 2, threads: 1}}
+attribution: {{segment_steps: 2, threads: 1, chunk: 3}}
 """
 
 
