@@ -6,9 +6,10 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from magic_pipeline.attribution.loading_scores import load_scores
+    from magic_pipeline.orchestration.component import MagicExperiment
 
 __version__ = "0.1.0"
-__all__ = ["load_scores"]
+__all__ = ["MagicExperiment", "load_scores"]
 
 
 def __getattr__(name: str) -> Any:
@@ -17,4 +18,13 @@ def __getattr__(name: str) -> Any:
         from magic_pipeline.attribution.loading_scores import load_scores
 
         return load_scores
+    if name == "MagicExperiment":
+        from magic_pipeline.orchestration.component import MagicExperiment
+
+        return MagicExperiment
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+
+
+def __dir__() -> list[str]:
+    """With what is imported on first use: `dg` looks here for components."""
+    return sorted({*globals(), *__all__})

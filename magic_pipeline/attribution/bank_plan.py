@@ -17,8 +17,8 @@ from torch import Tensor
 
 from magic_pipeline.attribution.bank import Bank
 from magic_pipeline.attribution.layout import BankLayout
+from magic_pipeline.attribution.library_versions import versions
 from magic_pipeline.attribution.opening import OpenExperiment
-from magic_pipeline.attribution.training import versions
 from magic_pipeline.attribution.walk_planner import memory_budget
 from magic_pipeline.checkpoints.store import Store
 from magic_pipeline.errors import DamagedObjectError, InputError, MissingObjectError, ObjectExistsError

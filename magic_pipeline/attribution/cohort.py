@@ -16,6 +16,7 @@ from torch import Tensor
 from magic_pipeline.attribution.engines import engine_of
 from magic_pipeline.attribution.free_space import check_free_space, walk_bytes
 from magic_pipeline.attribution.ledger import most_redone, record_walk
+from magic_pipeline.attribution.library_versions import versions
 from magic_pipeline.attribution.observing import (
     CheckpointSealed,
     Event,
@@ -27,7 +28,6 @@ from magic_pipeline.attribution.observing import (
 from magic_pipeline.attribution.opening import OpenExperiment, OpenQuery
 from magic_pipeline.attribution.progress import Pace
 from magic_pipeline.attribution.rank_parts import by_rank, digest_together, owned, part_of, seal_together
-from magic_pipeline.attribution.training import versions
 from magic_pipeline.attribution.trajectory import Trajectory, check_state, state_at
 from magic_pipeline.attribution.walk_plan import WalkPlan
 from magic_pipeline.checkpoints.background import Background, is_worth_a_thread

@@ -30,6 +30,7 @@ from torch._C._distributed_c10d import TCPStore
 from magic_pipeline.attribution.experiment import Experiment
 from magic_pipeline.attribution.observing import Observe, ShouldStop, never, unobserved
 from magic_pipeline.attribution.opening import OpenExperiment, choose_device
+from magic_pipeline.attribution.restoring import missing_states
 from magic_pipeline.attribution.status import query_statuses
 from magic_pipeline.attribution.training import train
 from magic_pipeline.attribution.trajectory import Trajectory, sealed_trajectory
@@ -53,7 +54,7 @@ def train_together(
         return train(opened, observe=observe, should_stop=should_stop)
     # Processes take seconds to start: none are for what is finished, or is another's.
     finished = sealed_trajectory(opened)
-    if finished is not None:
+    if finished is not None and not missing_states(opened, finished):
         return finished
     refuse_if_held(opened.trajectory_chain)
     result: Trajectory = _Gang(opened.experiment, Job("train", ()), observe, should_stop).run()

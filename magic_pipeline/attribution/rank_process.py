@@ -6,7 +6,6 @@ over the pipe what happens. Whatever takes long to import is imported once it he
 
 from __future__ import annotations
 
-import ctypes
 import faulthandler
 import logging
 import os
@@ -21,19 +20,19 @@ from datetime import timedelta
 from multiprocessing.connection import Connection
 from typing import TYPE_CHECKING, Any
 
+from magic_pipeline.checkpoints.holder import die_with
 from magic_pipeline.errors import InterruptedWalkError, MagicError
 
 if TYPE_CHECKING:
     from magic_pipeline.attribution.experiment import Experiment
     from magic_pipeline.attribution.gang import Job
 
-_PR_SET_PDEATHSIG = 1
 _LOOPBACK = {"linux": "lo", "darwin": "lo0"}
 
 
 def main(arguments: list[str]) -> int:
     parent, port, process, processes, pipe = map(int, arguments)
-    _die_with(parent)
+    die_with(parent)
     messages = _Messages(Connection(pipe, readable=False))
     stop = threading.Event()
     signal.signal(signal.SIGTERM, lambda *_: stop.set())
@@ -137,14 +136,6 @@ def _portable(error: BaseException, process: int) -> Exception:
         if type(again) is type(told) and str(again) == str(told):
             return told
     return RuntimeError(f"{type(error).__name__}: {error}")
-
-
-def _die_with(parent: int) -> None:
-    """Asks the kernel to kill this process when the one that started it dies. Where there is no such kernel, nothing."""
-    if sys.platform == "linux":
-        ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
-        if os.getppid() != parent:
-            os._exit(1)  # it died before it was asked
 
 
 if __name__ == "__main__":

@@ -16,11 +16,11 @@ from magic_pipeline.attribution.board import decided
 from magic_pipeline.attribution.expectations import of_training
 from magic_pipeline.attribution.free_space import check_free_space, state_bytes
 from magic_pipeline.attribution.ledger import record_training
+from magic_pipeline.attribution.library_versions import versions
 from magic_pipeline.attribution.observing import CheckpointSealed, Observe, ShouldStop, TrainingProgress
 from magic_pipeline.attribution.opening import OpenExperiment
 from magic_pipeline.attribution.progress import Pace
 from magic_pipeline.attribution.rank_parts import owned, parts_of_state, seal_together, state_digest
-from magic_pipeline.attribution.training import versions
 from magic_pipeline.attribution.trajectory import LOSSES, Trajectory, state_at, trajectory_digest
 from magic_pipeline.checkpoints.lease import Lease
 from magic_pipeline.errors import InterruptedWalkError, TrajectoryMismatchError
@@ -39,17 +39,18 @@ def restore_states(opened: OpenExperiment, trajectory: Trajectory, observe: Obse
         TrajectoryMismatchError: training does not give the sealed states again.
         InterruptedWalkError: `should_stop` said so; the states made so far are sealed.
     """
-    if not _missing(opened, trajectory):
+    if not missing_states(opened, trajectory):
         return
     with ExitStack() as held:
         lease = held.enter_context(opened.trajectory_chain.take()) if opened.board.leads else None
-        missing = _missing(opened, trajectory)  # another process may just have made them
+        missing = missing_states(opened, trajectory)  # another process may just have made them
         logger.warning("%d of %d states of the trajectory are made again", len(missing), len(trajectory.boundaries))
         with exact_numerics(trajectory.threads):
             _Restoring(opened, trajectory, lease, observe, should_stop).run(missing)
 
 
-def _missing(opened: OpenExperiment, trajectory: Trajectory) -> list[int]:
+def missing_states(opened: OpenExperiment, trajectory: Trajectory) -> list[int]:
+    """The boundaries whose states no manifest names."""
     there = {name.step for name in opened.trajectory_chain.sealed()} if opened.board.leads else set()
     missing: list[int] = decided(opened.board, [step for step in trajectory.boundaries if step not in there])
     return missing

@@ -5,20 +5,18 @@ from __future__ import annotations
 import os
 from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
-from functools import cache
-from importlib.metadata import PackageNotFoundError, version
 from typing import Any
 
 import torch
 from torch.utils.flop_counter import FlopCounterMode
 
-import magic_pipeline
 from magic_pipeline.attribution.board import decided
 from magic_pipeline.attribution.checking import check_before_training
 from magic_pipeline.attribution.describing import describe
 from magic_pipeline.attribution.expectations import of_training
 from magic_pipeline.attribution.free_space import check_free_space, state_bytes, walk_bytes
 from magic_pipeline.attribution.ledger import record_training
+from magic_pipeline.attribution.library_versions import versions
 from magic_pipeline.attribution.observing import (
     CheckpointSealed,
     Event,
@@ -39,6 +37,7 @@ from magic_pipeline.attribution.rank_parts import (
     state_digest,
     state_of_parts,
 )
+from magic_pipeline.attribution.restoring import restore_states
 from magic_pipeline.attribution.trajectory import (
     LOSSES,
     Trajectory,
@@ -61,17 +60,20 @@ _FLOPS_WORTH_THREADS = 10**8
 
 
 def train(opened: OpenExperiment, *, observe: Observe = unobserved, should_stop: ShouldStop = never) -> Trajectory:
-    """Trains to the end, going on from the newest sealed boundary; returns at once what is finished.
+    """Trains to the end, going on from the newest sealed boundary. Of a finished training only states that were freed are made again.
 
     Raises:
         InputError: the model, its data or a query is wrong; found before the first step.
         NonFiniteError: a loss or gradient is NaN or infinite; names the step.
         HeldError: another live process trains this.
+        TrajectoryMismatchError: freed states cannot be made again bit by bit.
         InterruptedWalkError: `should_stop` said so; the boundary reached last is sealed.
     """
     finished = sealed_trajectory(opened)
     if decided(opened.board, finished is not None):
-        return finished or required_trajectory(opened)
+        trajectory = finished or required_trajectory(opened)
+        restore_states(opened, trajectory, observe, should_stop)
+        return trajectory
     with ExitStack() as held:
         lease = None
         if opened.board.leads:
@@ -236,22 +238,3 @@ def step_flops(opened: OpenExperiment) -> int:
     with FlopCounterMode(display=False) as counter:
         train_step(opened.recipe, opened.initial_state, opened.data(0))
     return int(counter.get_total_flops())
-
-
-def versions() -> dict[str, str]:
-    """Versions of what can change a last bit, and of this project."""
-    found = {"magic_pipeline": magic_pipeline.__version__, "torch": torch.__version__}
-    for package in ("numpy", "transformers", "peft"):
-        installed = _installed(package)
-        if installed is not None:
-            found[package] = installed
-    return found
-
-
-@cache
-def _installed(package: str) -> str | None:
-    """Its version. Remembered: looking it up takes longer than a step of a small model."""
-    try:
-        return version(package)
-    except PackageNotFoundError:
-        return None

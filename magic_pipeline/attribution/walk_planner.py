@@ -17,9 +17,9 @@ import torch
 from torch import Tensor
 
 from magic_pipeline.attribution.engines import forms_to_compile
+from magic_pipeline.attribution.library_versions import versions
 from magic_pipeline.attribution.opening import OpenExperiment
 from magic_pipeline.attribution.rank_parts import owned
-from magic_pipeline.attribution.training import versions
 from magic_pipeline.attribution.trajectory import Trajectory, state_at
 from magic_pipeline.attribution.walk_plan import WalkPlan
 from magic_pipeline.errors import InputError

@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+import ctypes
 import hashlib
 import os
+import signal
 import socket
+import sys
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
+_PR_SET_PDEATHSIG = 1
 # The kernel's first one, whose number is fixed; "" where there are none.
 _OUTSIDE_CONTAINERS = ("pid:[4026531836]", "")
 
@@ -39,7 +43,11 @@ class Holder:
     @classmethod
     def this_process(cls, run_id: str = "") -> Holder:
         """The calling process. Asked anew each time, since a fork changes the answer."""
-        pid = os.getpid()
+        return cls.process(os.getpid(), run_id)
+
+    @classmethod
+    def process(cls, pid: int, run_id: str = "") -> Holder:
+        """A process of this machine, in the caller's pid namespace."""
         return cls(run_id, socket.gethostname(), _machine(), _boot_id(), _pid_namespace(), pid, _started(pid) or "")
 
     def as_json(self) -> dict[str, Any]:
@@ -91,6 +99,14 @@ def is_stopped(holder: Holder) -> bool:
     except OSError:
         return False
     return text.rpartition(")")[2].split()[0] in ("T", "t")
+
+
+def die_with(parent: int) -> None:
+    """Asks the kernel to kill this process when the one that started it dies. Where there is no such kernel, nothing."""
+    if sys.platform == "linux":
+        ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+        if os.getppid() != parent:
+            os._exit(1)  # it died before it was asked
 
 
 def _is_hidden(pid: int) -> bool:

@@ -1,4 +1,9 @@
-"""Code versions and the static descriptions of an experiment's assets. No torch: Dagster loads these."""
+"""Code versions: what shows in Dagster as stale as soon as an experiment file is edited. No torch: Dagster loads these.
+
+A code version holds the project's own numbers below and every setting that may change the asset's content, and nothing else: how
+the work is done (batch of queries, memory, device, threads, storage) leaves everything fresh. Data, weights and query texts are no
+settings: they have data versions of their own (inputs_assets.py).
+"""
 
 from __future__ import annotations
 
@@ -16,9 +21,25 @@ REPORT_VERSION = "1"
 
 
 def training_code_version(experiment: Experiment) -> str:
-    """Changes with the engine and with every setting that may change the trained model, so that an edited file shows
-    as stale."""
-    return f"{ENGINE_VERSION}-{fingerprint(recipe_content(experiment, split_matters=True))[:12]}"
+    """Of the trained model: the whole recipe. The split into micro-batches counts, for nobody knows here whether the model draws
+    dropout or batch statistics."""
+    return f"{ENGINE_VERSION}-{_short(recipe_content(experiment, split_matters=True))}"
+
+
+def walk_code_version(experiment: Experiment) -> str:
+    """Of a query's walk: the recipe, the unit of the scores and what queries measure."""
+    return f"{ENGINE_VERSION}-{_short(_walked(experiment))}"
+
+
+def report_code_version(experiment: Experiment) -> str:
+    """Of scores and their matrix."""
+    return f"{REPORT_VERSION}-{walk_code_version(experiment)}"
+
+
+def validation_code_version(experiment: Experiment, section: str) -> str:
+    """Of a part of the validation, by its name in the file; what only sets a bound for a warning does not count."""
+    settings = getattr(experiment.validation, section).model_dump(mode="json", exclude={"bound", "keep_models"})
+    return f"{report_code_version(experiment)}-{_short(settings)}"
 
 
 def experiment_metadata(experiment: Experiment) -> dict[str, Any]:
@@ -29,3 +50,12 @@ def experiment_metadata(experiment: Experiment) -> dict[str, Any]:
         metadata["experiment_file"] = dg.MetadataValue.path(str(experiment.path.absolute()))
         metadata["experiment"] = dg.MetadataValue.md(f"```yaml\n{text}\n```")
     return metadata
+
+
+def _walked(experiment: Experiment) -> dict[str, Any]:
+    content = {"recipe": recipe_content(experiment, split_matters=True)}
+    return content | {"unit": experiment.attribution.unit, "measurement": experiment.queries.measurement}
+
+
+def _short(content: dict[str, Any]) -> str:
+    return fingerprint(content)[:12]

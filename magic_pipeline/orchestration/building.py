@@ -10,9 +10,10 @@ from pathlib import Path
 import dagster as dg
 from dagster._core.definitions.unresolved_asset_job_definition import UnresolvedAssetJobDefinition
 
-from magic_pipeline.attribution.experiment import Experiment, load_experiments
+from magic_pipeline.attribution.experiment import Experiment, load_experiment, load_experiments
 from magic_pipeline.errors import InputError
 from magic_pipeline.orchestration.failures import failure, one_line
+from magic_pipeline.orchestration.inputs_assets import inputs_assets, inputs_sensor, observe_job
 from magic_pipeline.orchestration.partitions import ExperimentAssets
 from magic_pipeline.orchestration.queries_sensor import nightly_schedule, queries_sensor
 from magic_pipeline.orchestration.scores_assets import matrix_asset, scores_asset
@@ -23,25 +24,37 @@ from magic_pipeline.orchestration.validation_assets import validation_assets
 INVALID_GROUP = "invalid_experiments"
 
 
-def build_definitions(folder: Path) -> dg.Definitions:
-    """One asset group per valid experiment file, and one asset that shows the error per file that is wrong."""
+def build_definitions(path: Path, *, executor: dg.ExecutorDefinition | None = dg.in_process_executor) -> dg.Definitions:
+    """One asset group per valid experiment file of a folder (or for the one file), and per wrong file an asset that shows the error.
+
+    Args:
+        executor: of runs that are launched without a job of ours. In one process, a killed run leaves no step process behind that
+            goes on computing; None where the project that these become a part of has its own.
+    """
     assets: list[dg.AssetsDefinition] = []
     jobs: list[UnresolvedAssetJobDefinition] = []
     sensors: list[dg.SensorDefinition] = []
     schedules: list[dg.ScheduleDefinition] = []
-    for path, found in load_experiments(folder).items():
+    for file, found in _experiments(path).items():
         if isinstance(found, InputError):
-            assets.append(invalid_experiment_asset(path, found))
+            assets.append(invalid_experiment_asset(file, found))
         else:
             assets += experiment_assets(found)
             own = experiment_jobs(found)
-            jobs += own
-            sensors.append(queries_sensor(found, own))
+            observe = observe_job(found)
+            jobs += [*own, observe]
+            sensors += [queries_sensor(found, own), inputs_sensor(found, observe)]
             schedules.append(nightly_schedule(found, own))
-    # In one process: a killed run leaves no step process behind that goes on computing.
-    return dg.Definitions(
-        assets=assets, jobs=jobs, sensors=sensors, schedules=schedules, executor=dg.in_process_executor
-    )
+    return dg.Definitions(assets=assets, jobs=jobs, sensors=sensors, schedules=schedules, executor=executor)
+
+
+def _experiments(path: Path) -> dict[Path, Experiment | InputError]:
+    if not path.is_file():
+        return load_experiments(path)
+    try:
+        return {path: load_experiment(path)}
+    except InputError as error:
+        return {path: error}
 
 
 def experiment_assets(experiment: Experiment) -> list[dg.AssetsDefinition]:
@@ -49,8 +62,9 @@ def experiment_assets(experiment: Experiment) -> list[dg.AssetsDefinition]:
     with warnings.catch_warnings():
         # Dagster calls its backfill policies beta; the range of versions that this project takes has them.
         warnings.filterwarnings("ignore", "Parameter `backfill_policy`", dg.BetaWarning)
+        warnings.filterwarnings("ignore", "Function `multi_observable_source_asset`", dg.BetaWarning)
         made = [build(experiment) for build in (trajectory_asset, segments_asset, scores_asset, matrix_asset)]
-        return made + validation_assets(experiment)
+        return [*inputs_assets(experiment), *made, *validation_assets(experiment)]
 
 
 def experiment_jobs(experiment: Experiment) -> list[UnresolvedAssetJobDefinition]:
@@ -75,7 +89,12 @@ def experiment_jobs(experiment: Experiment) -> list[UnresolvedAssetJobDefinition
     if section.smoothness is not None:
         selections[f"{name}_smoothness"] = ([assets.smoothness], "Measure whether training is smooth.")
     return [
-        dg.define_asset_job(job, selection=dg.AssetSelection.assets(*keys), description=description)
+        dg.define_asset_job(
+            job,
+            selection=dg.AssetSelection.assets(*keys),
+            description=description,
+            executor_def=dg.in_process_executor,
+        )
         for job, (keys, description) in selections.items()
     ]
 

@@ -15,7 +15,7 @@ from magic_pipeline.attribution.experiment import Experiment
 from magic_pipeline.errors import HeldError
 from magic_pipeline.orchestration.failures import classified_failures
 from magic_pipeline.orchestration.forwarded_logs import forwarded_logs
-from magic_pipeline.orchestration.processes import process_tags
+from magic_pipeline.orchestration.processes import die_with_the_run, process_tags
 
 if TYPE_CHECKING:
     from magic_pipeline.attribution.opening import OpenExperiment
@@ -30,6 +30,7 @@ _last_opened: list[OpenExperiment] = []
 @contextmanager
 def operating(context: dg.AssetExecutionContext) -> Iterator[None]:
     """Around the whole body of an op."""
+    die_with_the_run()
     context.instance.add_run_tags(context.run.run_id, process_tags(context.run.run_id))
     with forwarded_logs(context.log), classified_failures(context):
         yield

@@ -29,6 +29,14 @@ class ExperimentAssets:
         return cls(experiment.name, experiment.ranks)
 
     @property
+    def training_data(self) -> dg.AssetKey:
+        return dg.AssetKey([self.experiment, "training_data"])
+
+    @property
+    def queries(self) -> dg.AssetKey:
+        return dg.AssetKey([self.experiment, "queries"])
+
+    @property
     def trajectory(self) -> dg.AssetKey:
         return dg.AssetKey([self.experiment, "training_trajectory"])
 

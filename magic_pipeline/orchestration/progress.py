@@ -36,19 +36,22 @@ class RunProgress:
 
     The first and the last step always give a line; in between a line comes at most every `LINE_SECONDS` and an
     observation every `OBSERVATION_SECONDS`, as an event costs about as much as a small step.
+
+    Attributes:
+        steps, checkpoints: made and sealed by this run so far.
     """
 
     def __init__(self, context: dg.AssetExecutionContext) -> None:
         self._context = context
         self._last_line = self._last_observation = float("-inf")
         self._moved = time.monotonic()
-        self._steps = self._checkpoints = self._bytes = self._completed = 0
+        self.steps = self.checkpoints = self._bytes = self._completed = 0
         self._facts: dict[str, Any] = {}
 
     def __call__(self, event: Event) -> None:
         self._moved = time.monotonic()
         if isinstance(event, CheckpointSealed):
-            self._checkpoints += 1
+            self.checkpoints += 1
             self._bytes += event.bytes
         elif isinstance(event, QueryComplete):
             self._completed += 1
@@ -57,7 +60,7 @@ class RunProgress:
             self._completed += len(event.labels)
             logger.info("retrainings %s to %s are finished", event.labels[0], event.labels[-1])
         elif isinstance(event, RetrainingProgress):
-            self._steps += len(event.labels)
+            self.steps += len(event.labels)
             self._facts = {
                 "step": event.step,
                 "retrainings_together": len(event.labels),
@@ -68,13 +71,13 @@ class RunProgress:
             last = event.step >= event.steps and event.finished + len(event.labels) >= event.retrainings
             self._tell(f"{len(event.labels)} retrainings: step {event.step} of {event.steps}, {done}", last)
         elif isinstance(event, TrainingProgress):
-            self._steps += 1
+            self.steps += 1
             self._facts = {"step": event.step, "loss": event.loss, **_rates(event)}
             self._tell(
                 f"training: step {event.step} of {event.steps}, loss {event.loss:.4g}", event.step >= event.steps
             )
         else:
-            self._steps += 1
+            self.steps += 1
             self._facts = {
                 "step": event.step,
                 "segments_done": event.segments_done,
@@ -100,8 +103,8 @@ class RunProgress:
         """Where the work is now: steps made by this run, checkpoints and bytes sealed, rate and seconds left."""
         return {
             **self._facts,
-            "steps_made": self._steps,
-            "checkpoints_sealed": self._checkpoints,
+            "steps_made": self.steps,
+            "checkpoints_sealed": self.checkpoints,
             "bytes_sealed": self._bytes,
         }
 
@@ -118,9 +121,7 @@ class RunProgress:
                 if idle >= stall_seconds:
                     warned_at = time.monotonic()
                     still = warned_at - self._moved
-                    logger.warning(
-                        "stalled? No step was finished for %s (%d made so far)", duration(still), self._steps
-                    )
+                    logger.warning("stalled? No step was finished for %s (%d made so far)", duration(still), self.steps)
 
         thread = threading.Thread(target=watch, name="stall watch", daemon=True)
         thread.start()

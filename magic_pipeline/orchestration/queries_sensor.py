@@ -10,27 +10,22 @@ import logging
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 import dagster as dg
 from dagster._core.definitions.unresolved_asset_job_definition import UnresolvedAssetJobDefinition
-from dagster._core.storage.dagster_run import FINISHED_STATUSES, DagsterRunStatus, RunsFilter
-from dagster._core.storage.tags import (
-    ASSET_PARTITION_RANGE_END_TAG,
-    ASSET_PARTITION_RANGE_START_TAG,
-    PARTITION_NAME_TAG,
-    WILL_RETRY_TAG,
-)
+from dagster._core.storage.tags import ASSET_PARTITION_RANGE_END_TAG, ASSET_PARTITION_RANGE_START_TAG
 
 from magic_pipeline.attribution.experiment import Experiment
 from magic_pipeline.attribution.queries import partition_keys
 from magic_pipeline.orchestration.partitions import QUERIES_PER_RUN, ExperimentAssets, contiguous_blocks
+from magic_pipeline.orchestration.runs_of_experiment import RunsOfExperiment
 
 logger = logging.getLogger("magic_pipeline.orchestration")
 
 RUNS_AT_ONCE = (
     2  # of one kind; what waits longer is launched by a later tick, so that an outage is not followed by a flood
 )
-_RUNS_LOOKED_AT = 500
 _INTERVAL_SECONDS = 60
 
 
@@ -65,9 +60,17 @@ class View:
 
 @dataclass(frozen=True)
 class Decision:
-    """`add`: new partitions. `attribute`, `score`: blocks of queries, a run each. `collect`: whether to. `why`: for people."""
+    """What is to be done now.
+
+    Attributes:
+        add, remove: partitions of new queries, and of those that are asked no more (once no run covers them).
+        attribute, score: blocks of queries, a run each.
+        collect: whether to make the score matrix.
+        why: for people.
+    """
 
     add: tuple[str, ...] = ()
+    remove: tuple[str, ...] = ()
     attribute: tuple[tuple[str, ...], ...] = ()
     score: tuple[tuple[str, ...], ...] = ()
     collect: bool = False
@@ -80,10 +83,15 @@ class Decision:
 
 def decide(view: View, *, block: int = QUERIES_PER_RUN, most: int = RUNS_AT_ONCE) -> Decision:
     """What to launch now: no query twice, no finished query, and no more than `most` runs of a kind at once."""
+    asked = set(view.asked)
     add = tuple(key for key in view.asked if key not in view.partitions)
+    busy = asked | view.walking | view.scoring
+    remove = tuple(key for key in view.partitions if key not in busy) if asked else ()
     if not view.trained:
-        return Decision(add, why="training is not complete: materialize training_trajectory, or turn its job on")
-    order, asked = (*view.partitions, *add), set(view.asked)
+        return Decision(
+            add, remove, why="training is not complete: materialize training_trajectory, or turn its job on"
+        )
+    order = (*(key for key in view.partitions if key not in remove), *add)
     away = view.walking | view.held | view.failed
     to_walk = [key for key in view.asked if key not in view.walked and key not in away]
     to_score = [key for key in view.asked if key in view.walked and key not in view.scored | view.scoring]
@@ -92,7 +100,7 @@ def decide(view: View, *, block: int = QUERIES_PER_RUN, most: int = RUNS_AT_ONCE
     scored = asked & view.scored
     idle = not (attribute or score or view.scoring or view.runs.get("collect", 0))
     collect = idle and bool(scored) and not view.collected
-    return Decision(add, attribute, score, collect, _why(view, to_walk, asked))
+    return Decision(add, remove, attribute, score, collect, _why(view, to_walk, asked))
 
 
 def _blocks(order: Sequence[str], keys: Collection[str], block: int, most: int) -> tuple[tuple[str, ...], ...]:
@@ -120,10 +128,14 @@ def queries_sensor(experiment: Experiment, jobs: Sequence[UnresolvedAssetJobDefi
         decision = decide(view_of(context.instance, experiment))
         requests = list(_requests(assets, decision))
         logger.info("%s: %s", experiment.name, decision.why)
-        if not requests and not decision.add:
+        changes: list[Any] = []
+        if decision.add:
+            changes.append(assets.by_query().build_add_request(list(decision.add)))
+        if decision.remove:
+            changes.append(assets.by_query().build_delete_request(list(decision.remove)))
+        if not requests and not changes:
             return dg.SkipReason(decision.why)
-        added = [assets.by_query().build_add_request(list(decision.add))] if decision.add else []
-        return dg.SensorResult(run_requests=requests, dynamic_partitions_requests=added)
+        return dg.SensorResult(run_requests=requests, dynamic_partitions_requests=changes)
 
     return dg.SensorDefinition(
         name=f"{name}_queries",
@@ -168,7 +180,7 @@ def view_of(instance: dg.DagsterInstance, experiment: Experiment) -> View:
     queries = () if stored is None else stored.queries
     asked = _keys_in_file(experiment) or tuple(query.key for query in queries)
     order = (*partitions, *(key for key in asked if key not in partitions))
-    runs = _Runs.of(instance, assets, order)
+    runs = RunsOfExperiment.of(instance, assets, order)
     walked = frozenset(query.key for query in queries if query.complete)
     return View(
         partitions=partitions,
@@ -193,45 +205,6 @@ def _keys_in_file(experiment: Experiment) -> tuple[str, ...]:
         return ()
     lines = read_query_lines(Path(experiment.resolve(experiment.queries.file)))
     return tuple(partition_keys(line.id for line in lines).values())
-
-
-@dataclass(frozen=True)
-class _Runs:
-    """What Dagster's runs of an experiment are about, the newest first."""
-
-    busy: Mapping[str, frozenset[str]]
-    count: Mapping[str, int]
-    failed: frozenset[str]
-
-    @classmethod
-    def of(cls, instance: dg.DagsterInstance, assets: ExperimentAssets, order: Sequence[str]) -> "_Runs":
-        kinds = {assets.segments: "attribute", assets.scores: "score", assets.matrix: "collect"}
-        busy: dict[str, set[str]] = {kind: set() for kind in kinds.values()}
-        count, failed, seen = dict.fromkeys(kinds.values(), 0), set[str](), set[str]()
-        waiting = RunsFilter(statuses=[status for status in DagsterRunStatus if status not in FINISHED_STATUSES])
-        runs = [*instance.get_runs(filters=waiting), *instance.get_runs(limit=_RUNS_LOOKED_AT)]
-        for run in {one.run_id: one for one in runs}.values():
-            chosen = [kind for key, kind in kinds.items() if key in (run.asset_selection or ())]
-            chosen = chosen or [kind for kind in count if run.job_name == f"{assets.experiment}_{kind}"]
-            keys = set(_keys_of(run.tags, order))
-            for kind in chosen:
-                if not run.is_finished or run.tags.get(WILL_RETRY_TAG) == "true":
-                    busy[kind] |= keys
-                    count[kind] += 1
-                elif kind == "attribute" and not run.is_success:
-                    failed |= keys - seen
-                seen |= keys if kind == "attribute" else set()
-        return cls({kind: frozenset(keys) for kind, keys in busy.items()}, count, frozenset(failed))
-
-
-def _keys_of(tags: Mapping[str, str], order: Sequence[str]) -> Sequence[str]:
-    """The queries of a run, by its partition or its range of partitions; none for a run that names others."""
-    single = tags.get(PARTITION_NAME_TAG)
-    first, last = tags.get(ASSET_PARTITION_RANGE_START_TAG, single), tags.get(ASSET_PARTITION_RANGE_END_TAG, single)
-    ends = [end.partition("|")[0] for end in (first, last) if end is not None]
-    if len(ends) < 2 or any(end not in order for end in ends):
-        return ()
-    return order[order.index(ends[0]) : order.index(ends[1]) + 1]
 
 
 def _requests(assets: ExperimentAssets, decision: Decision) -> Iterator[dg.RunRequest]:

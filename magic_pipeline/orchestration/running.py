@@ -14,6 +14,12 @@ import dagster as dg
 
 from magic_pipeline.attribution.experiment import Experiment
 from magic_pipeline.errors import InputError, MagicError
+from magic_pipeline.orchestration.asset_versions import (
+    report_code_version,
+    training_code_version,
+    validation_code_version,
+    walk_code_version,
+)
 from magic_pipeline.orchestration.building import build_definitions
 from magic_pipeline.orchestration.headless import execute_asset, failure_of, mark_dead_runs
 from magic_pipeline.orchestration.materializations import recorded_version, recorded_versions
@@ -21,9 +27,9 @@ from magic_pipeline.orchestration.operating import opened_once
 from magic_pipeline.orchestration.partitions import (
     QUERIES_PER_RUN,
     ExperimentAssets,
-    add_query_keys,
     contiguous_blocks,
 )
+from magic_pipeline.orchestration.runs_of_experiment import sync_query_keys
 from magic_pipeline.orchestration.validation_assets import subset_keys
 
 logger = logging.getLogger("magic_pipeline.run")
@@ -81,7 +87,7 @@ class _Running:
         if not self._train():
             return self.outcome
         # Before the planning: a range of partitions exists only once its keys do.
-        add_query_keys(self.instance, self.assets, (query.key for query in self.opened.queries))
+        sync_query_keys(self.instance, self.assets, [query.key for query in self.opened.queries])
         self._walk()
         self._score()
         self._collect()
@@ -93,7 +99,8 @@ class _Running:
         from magic_pipeline.attribution.status import holder_of, trajectory_status
 
         status = trajectory_status(self.opened)
-        if status.complete and recorded_version(self.instance, self.assets.trajectory) == status.digest:
+        code = training_code_version(self.experiment)
+        if status.complete and recorded_version(self.instance, self.assets.trajectory, code) == status.digest:
             return True
         holder = None if status.complete else holder_of(self.opened, None)
         if holder is not None:
@@ -105,7 +112,7 @@ class _Running:
     def _walk(self) -> None:
         from magic_pipeline.attribution.status import holder_of, query_statuses
 
-        recorded = recorded_versions(self.instance, self.assets.segments)
+        recorded = recorded_versions(self.instance, self.assets.segments, walk_code_version(self.experiment))
         unfinished = set()
         for status in query_statuses(self.opened, self.wanted):
             partitions = [self.assets.segment_key(status.key, rank) for rank in self.assets.rank_keys]
@@ -126,7 +133,7 @@ class _Running:
     def _score(self) -> None:
         from magic_pipeline.attribution.status import query_statuses
 
-        recorded = recorded_versions(self.instance, self.assets.scores)
+        recorded = recorded_versions(self.instance, self.assets.scores, report_code_version(self.experiment))
         unfinished = {
             status.key
             for status in query_statuses(self.opened, self.wanted)
@@ -137,8 +144,8 @@ class _Running:
     def _collect(self) -> None:
         from magic_pipeline.attribution.status import matrix_digest, query_statuses
 
-        digest = matrix_digest(self.opened)
-        if digest is not None and recorded_version(self.instance, self.assets.matrix) == digest:
+        digest, code = matrix_digest(self.opened), report_code_version(self.experiment)
+        if digest is not None and recorded_version(self.instance, self.assets.matrix, code) == digest:
             return
         if any(status.scores_digest is not None for status in query_statuses(self.opened)):
             self._execute(self.assets.matrix)
@@ -150,30 +157,32 @@ class _Running:
 
         section, opened = self.experiment.validation, self.opened
         if section.smoothness is not None:
-            self._execute_unless_recorded(self.assets.smoothness, validation.smoothness_digest(opened))
+            self._execute_unless_recorded(self.assets.smoothness, "smoothness", validation.smoothness_digest(opened))
         if section.derivative is not None and any(query.complete for query in query_statuses(opened)):
-            self._execute_unless_recorded(self.assets.derivative, validation.derivative_digest(opened))
+            self._execute_unless_recorded(self.assets.derivative, "derivative", validation.derivative_digest(opened))
         if section.lds is not None:
             self._retrain_subsets()
             digest = validation.lds_digest(opened)
             if digest is not None:
-                self._execute_unless_recorded(self.assets.lds, digest)
+                self._execute_unless_recorded(self.assets.lds, "lds", digest)
         if section.removal is not None and any(query.complete for query in query_statuses(opened)):
-            self._execute_unless_recorded(self.assets.removal, validation.removal_digest(opened))
+            self._execute_unless_recorded(self.assets.removal, "removal", validation.removal_digest(opened))
 
     def _retrain_subsets(self) -> None:
         from magic_pipeline.attribution.validation import finished_subsets, held_subsets
 
-        recorded, finished = recorded_versions(self.instance, self.assets.subsets), finished_subsets(self.opened)
+        code = validation_code_version(self.experiment, "lds")
+        recorded, finished = recorded_versions(self.instance, self.assets.subsets, code), finished_subsets(self.opened)
         held, order = held_subsets(self.opened), subset_keys(self.experiment)
         self.outcome.held |= held
         todo = {key for key in order if key not in finished or recorded.get(key) != finished[key].digest}
         for block in contiguous_blocks(order, todo - held.keys(), SUBSETS_PER_RUN):
             self._execute(self.assets.subsets, (block[0], block[-1]), len(block), "subsets")
 
-    def _execute_unless_recorded(self, key: dg.AssetKey, digest: str | None) -> None:
-        """Executes an asset without partitions, unless the event log has this very version of it."""
-        if digest is None or recorded_version(self.instance, key) != digest:
+    def _execute_unless_recorded(self, key: dg.AssetKey, section: str, digest: str | None) -> None:
+        """Executes an asset of the validation, unless the event log has this very version of it."""
+        code = validation_code_version(self.experiment, section)
+        if digest is None or recorded_version(self.instance, key, code) != digest:
             self._execute(key)
 
     def _execute_blocks(

@@ -34,9 +34,7 @@ def score_metadata(opened: OpenExperiment, sheet: ScoreSheet, table: ScoreTable)
         "digest": sheet.digest,
         "walk_digest": sheet.walk_digest,
         "trajectory_digest": table.facts.trajectory_digest,
-        "data_digest": str(opened.dataset.digest),
-        "fingerprint": opened.fingerprint,
-        "versions": dict(table.facts.versions),
+        "walked_with": dg.MetadataValue.json(dict(table.facts.versions)),
     }
 
 

@@ -16,13 +16,16 @@ import dagster as dg
 from magic_pipeline.attribution.experiment import Experiment
 from magic_pipeline.attribution.observing import Event, QueryComplete
 from magic_pipeline.errors import HeldError, InputError, InterruptedWalkError
-from magic_pipeline.orchestration.asset_versions import ENGINE_VERSION
+from magic_pipeline.orchestration.asset_versions import walk_code_version
+from magic_pipeline.orchestration.inputs_assets import observe_sources
 from magic_pipeline.orchestration.instance import GPU_POOL
 from magic_pipeline.orchestration.interrupts import deferred_interrupts
+from magic_pipeline.orchestration.launch_settings import WalkSettings
 from magic_pipeline.orchestration.materializations import Input, log_partition
 from magic_pipeline.orchestration.operating import opened_once, operating, wait_while_held
 from magic_pipeline.orchestration.partitions import ExperimentAssets, planned_keys
 from magic_pipeline.orchestration.progress import RunProgress
+from magic_pipeline.orchestration.provenance import provenance
 
 if TYPE_CHECKING:
     from magic_pipeline.attribution.opening import OpenExperiment
@@ -41,18 +44,18 @@ def segments_asset(experiment: Experiment) -> dg.AssetsDefinition:
             "materialized partition is a complete walk. Interrupted, a walk goes on from its last sealed segment; "
             "finished queries are never walked again."
         ),
-        deps=[assets.trajectory],
+        deps=[assets.trajectory, assets.training_data, assets.queries],
         partitions_def=assets.by_query_and_rank(),
         backfill_policy=dg.BackfillPolicy.single_run(),
         output_required=False,
         kinds={"pytorch"},
         pool=GPU_POOL,
-        code_version=ENGINE_VERSION,
+        code_version=walk_code_version(experiment),
     )
-    def segment_checkpoints(context: dg.AssetExecutionContext) -> Iterator[Any]:
+    def segment_checkpoints(context: dg.AssetExecutionContext, config: WalkSettings) -> Iterator[Any]:
         with operating(context):
             planned = _ranks_by_query(planned_keys(context))
-            _Gang(context, assets, opened_once(experiment), planned).run()
+            _Gang(context, assets, opened_once(config.applied_to(experiment)), planned).run()
         yield from ()
 
     return segment_checkpoints
@@ -80,6 +83,8 @@ class _Gang:
         self.context, self.assets, self.opened, self.planned = context, assets, opened, planned
         self.progress = RunProgress(context)
         self.unreported = dict.fromkeys(query.key for query in opened.queries if query.key in planned)
+        self.provenance = provenance(opened)
+        self.sources_of = observe_sources(context, assets, opened, list(self.unreported))
 
     def run(self) -> None:
         """Report what is complete, walk the rest, report each query as it completes.
@@ -131,14 +136,14 @@ class _Gang:
         for status in query_statuses(self.opened, wanted):
             if not status.complete or status.walk_digest is None:
                 continue
-            made_from = Input(self.assets.trajectory, trajectory or "unknown")
+            made_from = [Input(self.assets.trajectory, trajectory or "unknown"), *self.sources_of(status.key)]
             for rank in self.planned[status.key]:
                 log_partition(
                     self.context,
                     self.assets.segment_key(status.key, rank),
                     version=status.walk_digest,
                     made_from=made_from,
-                    metadata=self._metadata(status, walked),
+                    metadata=self._metadata(status, walked) | {"trajectory_digest": trajectory},
                     reported_again=not walked,
                 )
             del self.unreported[status.key]
@@ -148,7 +153,7 @@ class _Gang:
             "query": status.id,
             "query_digest": status.digest,
             "segments": status.segments,
-            "fingerprint": self.opened.fingerprint,
+            **self.provenance,
             "stored_in": f"{self.opened.store.url}/{self.opened.layout.query(status.key, status.digest)}",
         }
         return metadata | (self.progress.metadata() if walked else {})

@@ -11,11 +11,15 @@ import dagster as dg
 from magic_pipeline.attribution.experiment import Experiment
 from magic_pipeline.errors import HeldError, InterruptedWalkError
 from magic_pipeline.orchestration.asset_versions import experiment_metadata, training_code_version
+from magic_pipeline.orchestration.inputs_assets import open_and_observe
 from magic_pipeline.orchestration.instance import GPU_POOL
 from magic_pipeline.orchestration.interrupts import deferred_interrupts
-from magic_pipeline.orchestration.operating import opened_once, operating, wait_while_held
-from magic_pipeline.orchestration.partitions import ExperimentAssets, add_query_keys
+from magic_pipeline.orchestration.launch_settings import LaunchSettings
+from magic_pipeline.orchestration.operating import operating, wait_while_held
+from magic_pipeline.orchestration.partitions import ExperimentAssets
 from magic_pipeline.orchestration.progress import RunProgress
+from magic_pipeline.orchestration.provenance import provenance
+from magic_pipeline.orchestration.runs_of_experiment import sync_query_keys
 from magic_pipeline.orchestration.score_metadata import chart_metadata
 
 if TYPE_CHECKING:
@@ -38,18 +42,20 @@ def trajectory_asset(experiment: Experiment) -> dg.AssetsDefinition:
             "goes on from the last sealed boundary."
         ),
         metadata=experiment_metadata(experiment),
+        deps=[assets.training_data],
         kinds={"pytorch"},
         pool=GPU_POOL,
         code_version=training_code_version(experiment),
     )
-    def training_trajectory(context: dg.AssetExecutionContext) -> dg.MaterializeResult[Any]:
+    def training_trajectory(context: dg.AssetExecutionContext, config: LaunchSettings) -> dg.MaterializeResult[Any]:
         with operating(context):
-            opened = opened_once(experiment)
+            opened = open_and_observe(context, assets, config.applied_to(experiment))
             progress = RunProgress(context)
             trajectory = _train(opened, progress)
-            new = add_query_keys(context.instance, assets, (query.key for query in opened.queries))
-            if new:
-                logger.info("%d queries are new partitions of %s", len(new), assets.segments.to_user_string())
+            added, removed = sync_query_keys(context.instance, assets, [query.key for query in opened.queries])
+            if added or removed:
+                where = assets.segments.to_user_string()
+                logger.info("partitions of %s: %d new, %d of queries no longer asked", where, len(added), len(removed))
             return dg.MaterializeResult(
                 data_version=dg.DataVersion(trajectory.digest), metadata=_metadata(opened, trajectory, progress)
             )
@@ -86,11 +92,15 @@ def _metadata(opened: "OpenExperiment", trajectory: "Trajectory", progress: RunP
         "final_loss": float(trajectory.losses[-1]),
         "examples": len(opened.dataset),
         "queries": len(opened.queries),
-        "fingerprint": opened.fingerprint,
         "stored_in": f"{opened.store.url}/{opened.folder}",
-        "versions": dict(trajectory.versions),
+        **provenance(opened),
+        "versions": dg.MetadataValue.json(dict(trajectory.versions)),
     }
     metadata |= chart_metadata("loss_curve", lambda: loss_chart(trajectory.losses), "the loss of every training step")
     if made:
-        metadata |= {"resumed_from_step": trajectory.resumed_from} | progress.metadata()
+        metadata["resumed_from_step"] = trajectory.resumed_from
+    elif progress.steps:
+        metadata["states_made_again"] = progress.checkpoints
+    if made or progress.steps:
+        metadata |= progress.metadata()
     return metadata

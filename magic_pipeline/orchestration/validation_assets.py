@@ -14,8 +14,9 @@ from magic_pipeline.attribution.bank import subset_labels
 from magic_pipeline.attribution.experiment import Experiment
 from magic_pipeline.attribution.observing import Event, RetrainingsComplete
 from magic_pipeline.errors import HeldError, InputError, InterruptedWalkError
-from magic_pipeline.orchestration.asset_versions import ENGINE_VERSION, REPORT_VERSION
+from magic_pipeline.orchestration.asset_versions import validation_code_version
 from magic_pipeline.orchestration.checks import derivative_check, derivative_result, lds_check, lds_result
+from magic_pipeline.orchestration.inputs_assets import observe_training_data, open_and_observe
 from magic_pipeline.orchestration.instance import GPU_POOL
 from magic_pipeline.orchestration.interrupts import deferred_interrupts
 from magic_pipeline.orchestration.materializations import Input, log_partition
@@ -62,13 +63,13 @@ def subsets_asset(experiment: Experiment) -> dg.AssetsDefinition:
             "The model trained again, in the same order, without a random subset of the examples: one partition a subset. "
             "Interrupted, it goes on; finished retrainings are never made again."
         ),
-        deps=[assets.trajectory],
+        deps=[assets.trajectory, assets.training_data],
         partitions_def=dg.StaticPartitionsDefinition(subset_keys(experiment)),
         backfill_policy=dg.BackfillPolicy.single_run(),
         output_required=False,
         kinds={"pytorch"},
         pool=GPU_POOL,
-        code_version=ENGINE_VERSION,
+        code_version=validation_code_version(experiment, "lds"),
     )
     def retrained_subsets(context: dg.AssetExecutionContext) -> Iterator[Any]:
         with operating(context):
@@ -90,6 +91,7 @@ class _Subsets:
     ) -> None:
         self.context, self.assets, self.opened = context, assets, opened
         self.progress, self.unreported = RunProgress(context), dict.fromkeys(planned)
+        self.data = observe_training_data(context, assets, opened)
 
     def run(self) -> None:
         from magic_pipeline.attribution.validation import retrain_subsets
@@ -117,7 +119,7 @@ class _Subsets:
         from magic_pipeline.attribution.status import trajectory_status
         from magic_pipeline.attribution.validation import finished_subsets
 
-        made_from = Input(self.assets.trajectory, trajectory_status(self.opened).digest or "unknown")
+        trajectory = Input(self.assets.trajectory, trajectory_status(self.opened).digest or "unknown")
         for label, run in finished_subsets(self.opened).items():
             if label not in self.unreported:
                 continue
@@ -129,7 +131,7 @@ class _Subsets:
                 self.context,
                 label,
                 version=run.digest,
-                made_from=made_from,
+                made_from=[trajectory, self.data],
                 metadata=metadata | {"measurements": dict(list(run.result.measurements.items())[:20])},
                 reported_again=again,
             )
@@ -148,8 +150,8 @@ def lds_asset(experiment: Experiment) -> dg.AssetsDefinition:
             "The linear datamodeling score: per query, how well the scores rank what retraining on random subsets does "
             "(Spearman), with bootstrap intervals over the subsets; Pearson and slope for the magnitudes."
         ),
-        deps=[assets.subsets, assets.matrix],
-        code_version=REPORT_VERSION,
+        deps=[assets.subsets, assets.matrix, assets.training_data],
+        code_version=validation_code_version(experiment, "lds"),
         check_specs=[lds_check(assets.lds)],
     )
     def linear_datamodeling_score(context: dg.AssetExecutionContext) -> dg.MaterializeResult:  # type: ignore[type-arg]  # Dagster compares it
@@ -159,7 +161,7 @@ def lds_asset(experiment: Experiment) -> dg.AssetsDefinition:
         from magic_pipeline.reporting.charts import prediction_chart
 
         with operating(context):
-            opened = opened_once(experiment)
+            opened = open_and_observe(context, assets, experiment)
             report = write_lds(opened)
             tables = [LinearDatamodelingScore.from_dict(table) for table in report.content]
             numbers: dict[str, Any] = {}
@@ -196,17 +198,17 @@ def removal_asset(experiment: Experiment) -> dg.AssetsDefinition:
         key=assets.removal,
         group_name=experiment.name,
         description="Each query after training without its k most helpful examples, against k random ones.",
-        deps=[assets.matrix],
+        deps=[assets.matrix, assets.training_data],
         kinds={"pytorch"},
         pool=GPU_POOL,
-        code_version=REPORT_VERSION,
+        code_version=validation_code_version(experiment, "removal"),
     )
     def removal_curves(context: dg.AssetExecutionContext) -> dg.MaterializeResult[Any]:
         from magic_pipeline.attribution.validation import write_removal_curves
         from magic_pipeline.attribution.validation_tables import removal_lines
 
         with operating(context):
-            opened = opened_once(experiment)
+            opened = open_and_observe(context, assets, experiment)
             report = _worked(RunProgress(context), lambda **keywords: write_removal_curves(opened, **keywords))
             lines = "\n".join(removal_lines(report.content))
             return _result(opened, report, {"table": dg.MetadataValue.md(f"```\n{lines}\n```")})
@@ -222,10 +224,10 @@ def derivative_asset(experiment: Experiment) -> dg.AssetsDefinition:
         key=assets.derivative,
         group_name=experiment.name,
         description="The scores against two trainings with the weights moved along a random direction: a cheap check of exactness.",
-        deps=[assets.matrix],
+        deps=[assets.matrix, assets.training_data],
         kinds={"pytorch"},
         pool=GPU_POOL,
-        code_version=REPORT_VERSION,
+        code_version=validation_code_version(experiment, "derivative"),
         check_specs=[derivative_check(assets.derivative)],
     )
     def directional_derivative(context: dg.AssetExecutionContext) -> dg.MaterializeResult:  # type: ignore[type-arg]  # Dagster compares it
@@ -233,7 +235,7 @@ def derivative_asset(experiment: Experiment) -> dg.AssetsDefinition:
         from magic_pipeline.attribution.validation_tables import derivative_lines
 
         with operating(context):
-            opened = opened_once(experiment)
+            opened = open_and_observe(context, assets, experiment)
             report = _worked(RunProgress(context), lambda **keywords: write_directional_derivative(opened, **keywords))
             lines = "\n".join(derivative_lines(report.content))
             metadata = {"table": dg.MetadataValue.md(f"```\n{lines}\n```")}
@@ -249,17 +251,18 @@ def smoothness_asset(experiment: Experiment) -> dg.AssetsDefinition:
     @dg.asset(
         key=assets.smoothness,
         group_name=experiment.name,
+        deps=[assets.training_data],
         description="Whether training answers steadily to the data weights (metasmoothness); scores predict only then.",
         kinds={"pytorch"},
         pool=GPU_POOL,
-        code_version=ENGINE_VERSION,
+        code_version=validation_code_version(experiment, "smoothness"),
     )
     def metasmoothness(context: dg.AssetExecutionContext) -> dg.MaterializeResult[Any]:
         from magic_pipeline.attribution.validation import write_metasmoothness
         from magic_pipeline.attribution.validation_tables import smoothness_line
 
         with operating(context):
-            opened = opened_once(experiment)
+            opened = open_and_observe(context, assets, experiment)
             report = _worked(RunProgress(context), lambda **keywords: write_metasmoothness(opened, **keywords))
             mean = report.content["mean"]
             number = {} if mean is None else {"metasmoothness": mean}

@@ -8,6 +8,7 @@ kill it at a place of its choice.
 
 from __future__ import annotations
 
+import zlib
 from pathlib import Path
 
 import dagster as dg
@@ -38,13 +39,14 @@ def write_experiment(folder: Path, name: str = "small", *, file: str | None = No
     """The experiment file, in a folder that is made if need be.
 
     Args:
-        slow: with the task that sleeps; for one process only, as modules have one name.
+        slow: with the task that sleeps, in a module of the folder's own, as one process may meet several.
     """
     folder.mkdir(exist_ok=True)
+    module = f"slow_task_{zlib.crc32(str(folder.absolute()).encode()):08x}"
     if slow:
-        (folder / "slow_task.py").write_text(SLOW_TASK)
+        (folder / f"{module}.py").write_text(SLOW_TASK)
     path = folder / (file or f"{name}.yaml")
-    path.write_text(EXPERIMENT.format(name=name, task="slow_task:Slow" if slow else "linear_regression"))
+    path.write_text(EXPERIMENT.format(name=name, task=f"{module}:Slow" if slow else "linear_regression"))
     return path
 
 

@@ -34,7 +34,14 @@ def test_loading_imports_no_torch_and_reads_the_folder_of_the_environment(tmp_pa
         capture_output=True,
         text=True,
     )
-    names = ["attribution_scores", "score_matrix", "segment_checkpoints", "training_trajectory"]
+    names = [
+        "attribution_scores",
+        "queries",
+        "score_matrix",
+        "segment_checkpoints",
+        "training_data",
+        "training_trajectory",
+    ]
     assert shown.stdout == f"{[f'one/{name}' for name in names]} []\n"
 
 
@@ -44,11 +51,14 @@ def test_lineage_leads_from_the_matrix_back_to_the_trajectory_without_shortcuts(
     parents = {
         key.path[-1]: {parent.path[-1] for parent in graph.get(key).parent_keys} for key in graph.get_all_asset_keys()
     }
+    sources = {"training_data", "queries"}
     assert parents == {
-        "training_trajectory": set(),
-        "segment_checkpoints": {"training_trajectory"},
-        "attribution_scores": {"segment_checkpoints"},
-        "score_matrix": {"attribution_scores"},
+        "training_data": set(),
+        "queries": set(),
+        "training_trajectory": {"training_data"},
+        "segment_checkpoints": {"training_trajectory", *sources},
+        "attribution_scores": {"segment_checkpoints", *sources},
+        "score_matrix": {"attribution_scores", *sources},
     }
     assert {node.group_name for node in graph.asset_nodes} == {"one"}
 
@@ -56,7 +66,7 @@ def test_lineage_leads_from_the_matrix_back_to_the_trajectory_without_shortcuts(
 def test_each_experiment_has_its_jobs(tmp_path: Path) -> None:
     write_experiment(tmp_path / "e", "one")
     names = {job for job in repository(tmp_path / "e").job_names if not job.startswith("__")}
-    assert names == {"one_train", "one_attribute", "one_score", "one_collect"}
+    assert names == {"one_train", "one_attribute", "one_score", "one_collect", "one_observe"}
 
 
 def test_a_bad_file_costs_only_its_own_experiment_and_fails_with_its_one_line(tmp_path: Path) -> None:

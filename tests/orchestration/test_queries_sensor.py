@@ -75,9 +75,17 @@ TABLE: dict[str, tuple[View, Decision]] = {
         Decision(),
     ),
     "all is done": (replace(READY, walked=some(*"abcd"), scored=some(*"abcd"), collected=True), Decision()),
-    "a query that is asked no more is left alone": (
+    "queries that are asked no more go": (
         replace(READY, asked=("a", "b"), walked=some("a", "b"), scored=some("a", "b"), collected=True),
-        Decision(),
+        Decision(remove=("c", "d")),
+    ),
+    "but not while a run covers them": (
+        replace(READY, asked=("a",), walked=some("a"), scored=some("a"), walking=some("c"), scoring=some("d")),
+        Decision(remove=("b",)),
+    ),
+    "a gap that is removed parts no block": (
+        replace(READY, asked=("a", "c", "d")),
+        Decision(remove=("b",), attribute=(("a", "c"), ("d",))),
     ),
 }
 

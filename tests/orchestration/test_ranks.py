@@ -61,7 +61,7 @@ def experiment(tmp_path: Path) -> Experiment:
         assert old in content
         content = content.replace(old, new)
     path.write_text(f"{content}ranks: 2\nprocesses: 2\n")
-    task = path.parent / "slow_task.py"
+    [task] = path.parent.glob("slow_task_*.py")
     task.write_text(task.read_text().replace("sleep(0.1)", "sleep(0.3)"))
     return load_experiment(path)
 

@@ -114,41 +114,6 @@ def test_scores_of_an_unfinished_walk_fail_and_say_what_to_do(
     assert red_partitions(its_instance, assets.scores) == {keys[2]}
 
 
-def test_partitions_show_as_stale_exactly_when_their_inputs_changed(
-    its_instance: dg.DagsterInstance, two_finished: Experiment
-) -> None:
-    from dagster._core.definitions.data_version import CachingStaleStatusResolver, StaleStatus
-    from dagster._core.loader import LoadingContextForTest
-
-    from magic_pipeline.attribution.experiment import load_experiment
-
-    assert two_finished.path is not None
-    run_experiment(its_instance, two_finished)
-    assets = ExperimentAssets.of(two_finished)
-    key = opened_once(two_finished).queries[0].key
-
-    def statuses() -> list[StaleStatus]:
-        graph = build_definitions(two_finished.folder).get_repository_def().asset_graph
-        resolver = CachingStaleStatusResolver(its_instance, graph, LoadingContextForTest(its_instance))
-        asked = [
-            (assets.trajectory, None),
-            (assets.segments, assets.segment_key(key, "0")),
-            (assets.scores, key),
-            (assets.matrix, None),
-        ]
-        return [resolver.get_status(asset, partition) for asset, partition in asked]
-
-    assert statuses() == [StaleStatus.FRESH] * 4
-    two_finished.path.write_text(two_finished.path.read_text().replace("lr: 0.1", "lr: 0.2"))
-    assert statuses() == [StaleStatus.STALE, StaleStatus.FRESH, StaleStatus.FRESH, StaleStatus.FRESH]
-    repository = build_definitions(two_finished.folder).get_repository_def()
-    assert execute_asset(its_instance, repository, assets.trajectory).is_success
-    assert statuses() == [StaleStatus.FRESH, StaleStatus.STALE, StaleStatus.FRESH, StaleStatus.FRESH]
-    changed = load_experiment(two_finished.path)
-    assert len(run_experiment(its_instance, changed).runs) == 3
-    assert statuses() == [StaleStatus.FRESH] * 4
-
-
 def test_a_query_that_is_not_there_is_named(its_instance: dg.DagsterInstance, two_finished: Experiment) -> None:
     from magic_pipeline.errors import InputError
 

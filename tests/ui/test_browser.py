@@ -51,6 +51,7 @@ def test_after_a_killed_run_the_ui_launches_what_is_missing_and_shows_lineage_pa
         browsing.wait_for_text(driver, "Materialized (3)", "Missing (0)", "Failed (0)", key)
 
         assert cli.main(["run", str(path)]) == 0
+        driver.set_window_size(2400, 1000)  # the nodes show no details in a graph that is made small
         driver.get(f"{address}/locations/magic_pipeline.definitions/asset-groups/small/lineage")
         browsing.wait_for_text(
             driver, "training_trajectory", "segment_checkpoints", "attribution_scores", "score_matrix", "3 partitions"
