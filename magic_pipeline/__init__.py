@@ -4,12 +4,13 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
+from magic_pipeline.version import __version__
+
 if TYPE_CHECKING:
     from magic_pipeline.attribution.loading_scores import load_scores
     from magic_pipeline.orchestration.component import MagicExperiment
 
-__version__ = "0.1.0"
-__all__ = ["MagicExperiment", "load_scores"]
+__all__ = ["MagicExperiment", "__version__", "load_scores"]
 
 
 def __getattr__(name: str) -> Any:

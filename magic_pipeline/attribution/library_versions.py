@@ -7,12 +7,12 @@ from importlib.metadata import PackageNotFoundError, version
 
 import torch
 
-import magic_pipeline
+from magic_pipeline.version import __version__
 
 
 def versions() -> dict[str, str]:
     """Versions of what can change a last bit, and of this project."""
-    found = {"magic_pipeline": magic_pipeline.__version__, "torch": torch.__version__}
+    found = {"magic_pipeline": __version__, "torch": torch.__version__}
     for package in ("numpy", "transformers", "peft"):
         installed = _installed(package)
         if installed is not None:
