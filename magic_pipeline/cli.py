@@ -22,7 +22,6 @@ from magic_pipeline.errors import HeldError, InputError, MagicError
 
 if TYPE_CHECKING:
     from magic_pipeline.attribution.collecting import Collection
-    from magic_pipeline.attribution.deleting import Deletion
     from magic_pipeline.attribution.opening import OpenExperiment
     from magic_pipeline.attribution.status import StoredExperiment
     from magic_pipeline.attribution.verifying import Verification
@@ -175,14 +174,13 @@ def _without_none_holders(stored: StoredExperiment) -> dict[str, Any]:
 
 def _event_log_view(experiment: Experiment) -> dict[str, Any] | None:
     from magic_pipeline.attribution.status import stored_status
-    from magic_pipeline.orchestration.instance import has_instance, open_instance
-
-    if not has_instance(experiment.folder):
-        return None
     from magic_pipeline.orchestration.event_log_view import view_event_log
+    from magic_pipeline.orchestration.instance import existing_instance
 
-    stored = stored_status(experiment)
-    with open_instance(experiment.folder) as instance:
+    with existing_instance(experiment.folder) as instance:
+        if instance is None:
+            return None
+        stored = stored_status(experiment)
         return view_event_log(instance, experiment, stored[0] if stored else None).as_dict()
 
 
@@ -251,17 +249,16 @@ def _export_picture(opened: OpenExperiment, output: Path, options: argparse.Name
 def report(options: argparse.Namespace) -> int:
     """Write one HTML page: training, the queries with their top examples, validation, and what it all has cost."""
     from magic_pipeline.attribution.opening import open_experiment
-    from magic_pipeline.orchestration.instance import has_instance, open_instance
+    from magic_pipeline.orchestration.instance import existing_instance
     from magic_pipeline.orchestration.run_costs import run_costs
     from magic_pipeline.reporting.html_report import html_report
 
     experiment = _experiment(options.experiment)
-    output, runs = options.output or Path(f"{experiment.name}_report.html"), []
+    output = options.output or Path(f"{experiment.name}_report.html")
     if not output.parent.is_dir() or output.is_dir():
         raise InputError("should be a file in a folder that exists", file=output, field="output")
-    if has_instance(experiment.folder):
-        with open_instance(experiment.folder) as instance:
-            runs = run_costs(instance, experiment)
+    with existing_instance(experiment.folder) as instance:
+        runs = [] if instance is None else run_costs(instance, experiment)
     page = html_report(open_experiment(experiment), ids=options.queries, count=options.count, runs=runs)
     output.write_text(page, encoding="utf-8")
     _print_json({"file": str(output), "bytes": len(page)}) if options.json else print(f"report written to {output}")
@@ -293,6 +290,8 @@ def verify(options: argparse.Namespace) -> int:
 def gc(options: argparse.Namespace) -> int:
     """Say what nobody needs any more in the storage, and with --yes free it."""
     from magic_pipeline.attribution.collecting import collect
+    from magic_pipeline.orchestration.instance import existing_instance
+    from magic_pipeline.orchestration.records import tell_of_collection
 
     experiment = _stored_experiment(options.experiment)
     found = collect(
@@ -302,6 +301,9 @@ def gc(options: argparse.Namespace) -> int:
         trajectories=options.trajectory,
         tell=_tell,
     )
+    with existing_instance(experiment.folder) as instance:
+        if instance is not None:
+            tell_of_collection(instance, experiment.name, found)
     _print_found(experiment, found, options.json)
     return DONE
 
@@ -309,15 +311,24 @@ def gc(options: argparse.Namespace) -> int:
 def delete(options: argparse.Namespace) -> int:
     """Say what the experiment has in its storage, and with --yes remove it."""
     from magic_pipeline.attribution import deleting
+    from magic_pipeline.orchestration.instance import existing_instance
+    from magic_pipeline.orchestration.records import forget, records_of
 
     experiment = _stored_experiment(options.experiment)
     _refuse_shared_folder(options.experiment, experiment)
     found = deleting.delete(experiment, fingerprint=options.fingerprint, really=options.yes, tell=_tell)
-    _print_found(experiment, found, options.json)
+    known = None
+    with existing_instance(experiment.folder) as instance:
+        if instance is not None and options.fingerprint is None:
+            known = (forget if options.yes else records_of)(instance, experiment.name)
+    if options.json:
+        _print_json({"experiment": experiment.name, **found.as_dict(), "dagster": known and asdict(known)})
+    else:
+        print("\n".join([*found.lines(), *([known.line(options.yes)] if known is not None else [])]))
     return DONE
 
 
-def _print_found(experiment: Experiment, found: Verification | Collection | Deletion, as_json: bool) -> None:
+def _print_found(experiment: Experiment, found: Verification | Collection, as_json: bool) -> None:
     if as_json:
         _print_json({"experiment": experiment.name, **found.as_dict()})
     else:

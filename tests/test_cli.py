@@ -16,6 +16,8 @@ import pytest
 
 from magic_pipeline.checkpoints import Chain, Store
 from magic_pipeline.cli import main
+from magic_pipeline.orchestration.instance import open_instance
+from magic_pipeline.orchestration.records import Records, records_of
 from tests.orchestration.small_experiment import write_experiment
 
 
@@ -276,12 +278,17 @@ def test_delete_removes_the_experiment_and_a_run_brings_the_same_scores(
     capsys.readouterr()
     assert main(["delete", str(finished)]) == 0
     told = capsys.readouterr().out
-    assert "Dagster's event log" in told
+    assert "Dagster's records: 6 assets, 3 partitions and 4 runs: with --yes they would be deleted too" in told
     assert "nothing was deleted; with --yes it would be" in told
     assert stored(finished) == before
     assert main(["delete", str(finished), "--yes", "--json"]) == 0
     content = json.loads(capsys.readouterr().out)
+    assert content.pop("dagster") == {"assets": 6, "partitions": 3, "runs": 4}
     assert set(content) == {"experiment", "storage", "done", "objects", "bytes", "trainings", "stays", "in_use"}
+    with open_instance(finished.parent) as instance:
+        assert instance.get_runs() == []
+        assert instance.get_dynamic_partitions("small_queries") == []
+        assert records_of(instance, "small") == Records(0, 0, 0)
     [training] = content["trainings"]
     assert set(training) == {"fingerprint", "objects", "bytes", "written_unix"}
     assert (content["done"], content["objects"]) == (True, len(before))
@@ -293,7 +300,8 @@ def test_delete_removes_the_experiment_and_a_run_brings_the_same_scores(
     assert "nothing is stored yet" in shown.out
     assert shown.err == ""
     assert main(["delete", str(finished), "--yes"]) == 0
-    assert "nothing of it is stored" in capsys.readouterr().out
+    told = capsys.readouterr().out
+    assert "nothing of it is stored" in told and "0 assets, 0 partitions and 0 runs: deleted" in told
     assert main(["run", str(finished)]) == 0
     assert exported("after.csv") == scores
     capsys.readouterr()

@@ -76,7 +76,7 @@ class Deletion:
             yield f"in use: {used.folder} is held by {used.who}; it would be refused"
         for path in self.stays:
             yield f"stays: {path}, whose name nothing of ours writes"
-        yield "stays: the experiment file, what was exported, and Dagster's event log, which a run brings up to date"
+        yield "stays: the experiment file, and what was exported"
         done = "deleted" if self.done else "nothing was deleted; with --yes it would be"
         stored = f"{self.objects} objects of {size_text(self.bytes)}: {done}"
         yield stored if self.trainings else f"nothing of it is stored in {self.storage}"

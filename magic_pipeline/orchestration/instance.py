@@ -82,6 +82,12 @@ def open_instance(folder: Path) -> Iterator[dg.DagsterInstance]:
         yield instance
 
 
-def has_instance(folder: Path) -> bool:
-    """Whether there is an instance to ask, without making one."""
-    return (dagster_home(folder) / "dagster.yaml").exists() or (dagster_home(folder) / "storage").exists()
+@contextmanager
+def existing_instance(folder: Path) -> Iterator[dg.DagsterInstance | None]:
+    """The folder's instance; None where there is none, and none is made."""
+    home = dagster_home(folder)
+    if not (home / "dagster.yaml").exists() and not (home / "storage").exists():
+        yield None
+        return
+    with open_instance(folder) as instance:
+        yield instance

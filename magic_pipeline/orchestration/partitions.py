@@ -11,6 +11,10 @@ from magic_pipeline.attribution.experiment import Experiment
 from magic_pipeline.errors import InputError
 
 QUERY, RANK = "query", "rank"
+# Jobs are named `{experiment}_{kind}`.
+JOB_KINDS = (
+    "train", "attribute", "score", "collect", "observe", "retrain", "validate", "remove", "derivative", "smoothness"
+)  # fmt: skip
 # Queries of one run: enough to share all rematerialisation, few enough to keep the run's page in the UI quick.
 QUERIES_PER_RUN = 64
 # SQLite takes a limited number of variables in one statement.
