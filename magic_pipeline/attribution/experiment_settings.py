@@ -323,7 +323,7 @@ class AttributionSettings(Section):
     stall_timeout_minutes: float = Field(
         default=60,
         gt=0,
-        description="with several processes: without a step for so long they are ended, with their stacks in their logs",
+        description="processes that finish no step for so long are ended, with their stacks in their logs, and started again",
     )
     stop_grace_seconds: float = Field(
         default=300,

@@ -53,6 +53,12 @@ def most_redone(store: Store, layout: Layout, resume: Mapping[str, int]) -> int:
     return max((step - lowest[key] for key, step in resume.items()), default=0)
 
 
+def most_retrained(store: Store, layout: Layout, resume: int) -> int:
+    """At most how many steps a training that goes on at step `resume` makes again."""
+    begun = (entry["stop"] for entry in entries(store, layout) if entry["work"] == "train")
+    return max(0, max(begun, default=resume) - resume)
+
+
 def _record(store: Store, layout: Layout, content: dict[str, Any]) -> None:
     name = f"{time.time_ns():020d}-{secrets.token_hex(4)}.json"
     store.create_json(f"{layout.ledger}/{name}", content | {"host": socket.gethostname(), "pid": os.getpid()})

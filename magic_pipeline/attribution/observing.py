@@ -11,7 +11,12 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class TrainingProgress:
-    """After every training step; `resumed_from` is the step that this process started at."""
+    """After every training step.
+
+    Attributes:
+        resumed_from: the step that this process started at.
+        steps_redone: at most so many steps are made again, whose segment an earlier process began and did not seal.
+    """
 
     step: int
     steps: int
@@ -19,6 +24,7 @@ class TrainingProgress:
     steps_per_second: float
     eta_seconds: float
     resumed_from: int
+    steps_redone: int = 0
 
 
 @dataclass(frozen=True)

@@ -15,7 +15,7 @@ from magic_pipeline.attribution.checking import check_before_training
 from magic_pipeline.attribution.describing import describe
 from magic_pipeline.attribution.expectations import of_training
 from magic_pipeline.attribution.free_space import check_free_space, state_bytes, walk_bytes
-from magic_pipeline.attribution.ledger import record_training
+from magic_pipeline.attribution.ledger import most_retrained, record_training
 from magic_pipeline.attribution.library_versions import versions
 from magic_pipeline.attribution.observing import (
     CheckpointSealed,
@@ -89,6 +89,7 @@ class _Training:
         self.state_digests: list[str] = []
         self.pace = Pace()
         self.sealed_at: int | None = None
+        self.steps_redone = 0
         self.chain, self.saves = opened.trajectory_chain, opened.board.channel("saves of training")
 
     def run(self) -> Trajectory:
@@ -109,7 +110,9 @@ class _Training:
             self.state_digests = list(newest.facts["state_digests"])
             state = state_of_parts(self.opened, newest)
             self.sealed_at = newest.step
-        resumed_from = state.step
+        self.resumed_from = state.step
+        if self.opened.board.leads:
+            self.steps_redone = most_retrained(self.opened.store, self.opened.layout, state.step)
         self._check_free_space(state)
         with exact_numerics(self.threads), Background[CheckpointSealed]() as self.background:
             if newest is None:
@@ -118,7 +121,7 @@ class _Training:
                 if self.opened.board.leads:
                     record_training(self.opened.store, self.opened.layout, state.step, stop)
                 self._meet()
-                state = self._segment(state, stop, resumed_from)
+                state = self._segment(state, stop)
                 self._seal(state)
             self._note(self.background.wait())
         lead, losses, facts = self.opened.board.leads, self._losses(), self._facts()
@@ -129,7 +132,7 @@ class _Training:
             facts["trajectory"],
             losses["losses"].tolist(),
             len(self.losses),
-            resumed_from,
+            self.resumed_from,
             tuple(facts["boundaries"]),
             tuple(facts["state_digests"]),
             facts["threads"],
@@ -149,7 +152,7 @@ class _Training:
         read = [*map(part_of, self.opened.ranks.hosted), LOSSES]
         return agreed(self.opened, self.chain, names, of_training(self.opened.fingerprint), read)
 
-    def _segment(self, state: TrainState, stop: int, resumed_from: int) -> TrainState:
+    def _segment(self, state: TrainState, stop: int) -> TrainState:
         for step in range(state.step, stop):
             if self.opened.ranks.agree(self.should_stop(), self.opened.recipe.model.device):
                 self._note(self.background.wait())
@@ -161,7 +164,8 @@ class _Training:
             self.losses.append(record.loss)
             self._note(self.background.finished())
             rate, left = self.pace.step(self.opened.steps - step - 1)
-            self._observe(TrainingProgress(step + 1, self.opened.steps, record.loss, rate, left, resumed_from))
+            done = (step + 1, self.opened.steps, record.loss, rate, left)
+            self._observe(TrainingProgress(*done, self.resumed_from, self.steps_redone))
         return state
 
     def _seal(self, state: TrainState) -> None:

@@ -50,6 +50,13 @@ def _identity(experiment: Experiment) -> tuple[object, ...]:
     return experiment.folder, experiment.model_dump(), experiment.storage_options
 
 
+def stall_limit(experiment: Experiment) -> float | None:
+    """Seconds without a step after which this process is to be ended; None where it only watches a gang, whose processes are."""
+    from magic_pipeline.attribution.gang import processes_of
+
+    return None if processes_of(experiment) > 1 else 60 * experiment.attribution.stall_timeout_minutes
+
+
 def wait_while_held(error: HeldError, *, since: float, should_stop: Callable[[], bool]) -> None:
     """One wait for a live holder, named in the log about once a minute.
 

@@ -5,10 +5,11 @@ The measure of progress is the counter of finished steps, never the age of a fil
 
 from __future__ import annotations
 
+import faulthandler
 import logging
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
 
@@ -26,6 +27,7 @@ from magic_pipeline.attribution.observing import (
 
 logger = logging.getLogger("magic_pipeline.progress")
 
+RESUMED_TAG, LOST_TAG = "magic_pipeline/resumed", "magic_pipeline/lost"
 LINE_SECONDS = 10.0
 OBSERVATION_SECONDS = 60.0
 STALL_SECONDS = 300.0
@@ -47,6 +49,8 @@ class RunProgress:
         self._moved = time.monotonic()
         self.steps = self.checkpoints = self._bytes = self._completed = 0
         self._facts: dict[str, Any] = {}
+        self._told: dict[tuple[str, ...], int] = {}
+        self._resumed: dict[str, int] = {}
 
     def __call__(self, event: Event) -> None:
         self._moved = time.monotonic()
@@ -72,7 +76,13 @@ class RunProgress:
             self._tell(f"{len(event.labels)} retrainings: step {event.step} of {event.steps}, {done}", last)
         elif isinstance(event, TrainingProgress):
             self.steps += 1
-            self._facts = {"step": event.step, "loss": event.loss, **_rates(event)}
+            self._facts = {
+                "step": event.step,
+                "loss": event.loss,
+                "steps_redone": event.steps_redone,
+                **_rates(event),
+            }
+            self._tell_resumed({"training": event.resumed_from or None}, event.steps_redone)
             self._tell(
                 f"training: step {event.step} of {event.steps}, loss {event.loss:.4g}", event.step >= event.steps
             )
@@ -86,8 +96,13 @@ class RunProgress:
                 "steps_redone": event.steps_redone,
                 **_rates(event),
             }
+            self._tell_resumed(event.resumed_from, event.steps_redone)
             segments = f"{event.segments_done} of {event.segments} segments"
             self._tell(f"walk of {len(event.keys)} queries: at step {event.step}, {segments} done", event.step == 0)
+
+    def moved(self) -> None:
+        """Waiting for another process is no stall."""
+        self._moved = time.monotonic()
 
     def _tell(self, what: str, last: bool) -> None:
         now = time.monotonic()
@@ -99,6 +114,20 @@ class RunProgress:
             self._last_observation = now
             self._context.log_event(dg.AssetObservation(self._context.asset_key, metadata=self.metadata()))
 
+    def _tell_resumed(self, resumed_from: Mapping[str, int | None], redone: int) -> None:
+        """As tags of the run, once for each cohort: what went on, from where, and what an earlier process lost."""
+        cohort = tuple(resumed_from)
+        if cohort in self._told:
+            return
+        self._told[cohort] = redone
+        self._resumed |= {key: step for key, step in resumed_from.items() if step is not None}
+        tags = resumed_tags(self._resumed, sum(self._told.values()))
+        run = self._context.run
+        # A run that is executed again inherits tags that are no longer true.
+        if tags or RESUMED_TAG in run.tags or LOST_TAG in run.tags:
+            cleared = {RESUMED_TAG: "nothing", LOST_TAG: "nothing"}
+            self._context.instance.add_run_tags(run.run_id, cleared | tags)
+
     def metadata(self) -> dict[str, Any]:
         """Where the work is now: steps made by this run, checkpoints and bytes sealed, rate and seconds left."""
         return {
@@ -109,27 +138,47 @@ class RunProgress:
         }
 
     @contextmanager
-    def watched(self, stall_seconds: float = STALL_SECONDS) -> Iterator[None]:
-        """Within, a warning says so each time that no step and no checkpoint was finished for `stall_seconds`."""
+    def watched(self, stall_seconds: float = STALL_SECONDS, end_seconds: float | None = None) -> Iterator[None]:
+        """Within, a warning says so each time that no step and no checkpoint was finished for `stall_seconds`.
+
+        Args:
+            end_seconds: after so long without one the process is ended, the stacks of all its threads on stderr: whoever watches
+                runs then finds it gone and starts it again. It works even where the interpreter hangs. None: never.
+        """
         self._moved = time.monotonic()
         ended = threading.Event()
+        ends = "" if end_seconds is None else f"; after {duration(end_seconds)} the process is ended"
 
         def watch() -> None:
-            warned_at = self._moved
-            while not ended.wait(min(stall_seconds / 4, 15.0)):
+            warned_at = armed_at = self._moved
+            while not ended.wait(min(stall_seconds / 4, (end_seconds or stall_seconds) / 4, 15.0)):
+                if end_seconds is not None and self._moved > armed_at:
+                    armed_at = self._moved
+                    _end_process_in(end_seconds)
                 idle = time.monotonic() - max(self._moved, warned_at)
                 if idle >= stall_seconds:
                     warned_at = time.monotonic()
                     still = warned_at - self._moved
-                    logger.warning("stalled? No step was finished for %s (%d made so far)", duration(still), self.steps)
+                    logger.warning(
+                        "stalled? No step was finished for %s (%d made so far)%s", duration(still), self.steps, ends
+                    )
 
         thread = threading.Thread(target=watch, name="stall watch", daemon=True)
+        if end_seconds is not None:
+            _end_process_in(end_seconds)
         thread.start()
         try:
             yield
         finally:
             ended.set()
             thread.join()
+            if end_seconds is not None:
+                faulthandler.cancel_dump_traceback_later()
+
+
+def _end_process_in(seconds: float) -> None:
+    # A thread of C's, which needs no lock of the interpreter's. By number: sys.stderr may be no file.
+    faulthandler.dump_traceback_later(seconds, exit=True, file=2)
 
 
 def _rates(event: TrainingProgress | WalkProgress | RetrainingProgress) -> dict[str, Any]:
@@ -142,6 +191,26 @@ def _rates(event: TrainingProgress | WalkProgress | RetrainingProgress) -> dict[
         "steps_per_second": event.steps_per_second,
         "eta_seconds": event.eta_seconds,
         "resumed_from_step": resumed,
+    }
+
+
+def resumed_tags(resumed_from: Mapping[str, int], redone: int) -> dict[str, str]:
+    """What a run went on from, and at most how much is made again; nothing where it began everything itself.
+
+    >>> resumed_tags({"training": 40}, 10)
+    {'magic_pipeline/resumed': 'training from step 40', 'magic_pipeline/lost': 'at most 10 steps'}
+    >>> resumed_tags({"a": 40, "b": 20}, 0)["magic_pipeline/resumed"]
+    '2 queries from steps 20 to 40'
+    """
+    if not resumed_from and not redone:
+        return {}
+    low, high = min(resumed_from.values(), default=0), max(resumed_from.values(), default=0)
+    where = f"step {low}" if low == high else f"steps {low} to {high}"
+    queries = f"{len(resumed_from)} {'query' if len(resumed_from) == 1 else 'queries'}"
+    what = "training" if "training" in resumed_from else queries
+    return {
+        RESUMED_TAG: f"{what} from {where}" if resumed_from else "nothing",
+        LOST_TAG: f"at most {redone} {'step' if redone == 1 else 'steps'}" if redone else "nothing",
     }
 
 

@@ -22,7 +22,7 @@ from magic_pipeline.orchestration.instance import GPU_POOL
 from magic_pipeline.orchestration.interrupts import deferred_interrupts
 from magic_pipeline.orchestration.launch_settings import WalkSettings
 from magic_pipeline.orchestration.materializations import Input, log_partition
-from magic_pipeline.orchestration.operating import opened_once, operating, wait_while_held
+from magic_pipeline.orchestration.operating import opened_once, operating, stall_limit, wait_while_held
 from magic_pipeline.orchestration.partitions import ExperimentAssets, planned_keys
 from magic_pipeline.orchestration.progress import RunProgress
 from magic_pipeline.orchestration.provenance import provenance
@@ -94,13 +94,15 @@ class _Gang:
         """
         self._report_complete()
         since = time.monotonic()
-        with deferred_interrupts() as should_stop, self.progress.watched():
+        limit = stall_limit(self.opened.experiment)
+        with deferred_interrupts() as should_stop, self.progress.watched(end_seconds=limit):
             while self.unreported:
                 try:
                     self._walk(should_stop)
                 except HeldError as error:
                     # Another run has the query: wait for it to finish, or to die, and see again what is left to do.
                     wait_while_held(error, since=since, should_stop=should_stop)
+                    self.progress.moved()
                     if should_stop():
                         raise InterruptedWalkError("stopped while waiting for another process") from error
                 self._report_complete()

@@ -15,7 +15,7 @@ from magic_pipeline.orchestration.inputs_assets import open_and_observe
 from magic_pipeline.orchestration.instance import GPU_POOL
 from magic_pipeline.orchestration.interrupts import deferred_interrupts
 from magic_pipeline.orchestration.launch_settings import LaunchSettings
-from magic_pipeline.orchestration.operating import operating, wait_while_held
+from magic_pipeline.orchestration.operating import operating, stall_limit, wait_while_held
 from magic_pipeline.orchestration.partitions import ExperimentAssets
 from magic_pipeline.orchestration.progress import RunProgress
 from magic_pipeline.orchestration.provenance import provenance
@@ -68,13 +68,15 @@ def _train(opened: "OpenExperiment", progress: RunProgress) -> "Trajectory":
     from magic_pipeline.attribution.gang import train_together
 
     since = time.monotonic()
-    with deferred_interrupts() as should_stop, progress.watched():
+    limit = stall_limit(opened.experiment)
+    with deferred_interrupts() as should_stop, progress.watched(end_seconds=limit):
         while True:
             try:
                 trajectory = train_together(opened, observe=progress, should_stop=should_stop)
                 break
             except HeldError as error:
                 wait_while_held(error, since=since, should_stop=should_stop)
+                progress.moved()
                 if should_stop():
                     raise InterruptedWalkError("stopped while waiting for another process") from error
     describe(opened)

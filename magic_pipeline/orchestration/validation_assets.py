@@ -102,7 +102,7 @@ class _Subsets:
             retrain_subsets(self.opened, list(self.unreported), observe=self._observe, should_stop=should_stop)
 
         if self.unreported:
-            _while_held(self.progress, work)
+            _while_held(self.opened, self.progress, work)
         self._report(again=True)
         if self.unreported:
             raise InputError(
@@ -209,7 +209,7 @@ def removal_asset(experiment: Experiment) -> dg.AssetsDefinition:
 
         with operating(context):
             opened = open_and_observe(context, assets, experiment)
-            report = _worked(RunProgress(context), lambda **keywords: write_removal_curves(opened, **keywords))
+            report = _worked(opened, RunProgress(context), lambda **keywords: write_removal_curves(opened, **keywords))
             lines = "\n".join(removal_lines(report.content))
             return _result(opened, report, {"table": dg.MetadataValue.md(f"```\n{lines}\n```")})
 
@@ -236,7 +236,9 @@ def derivative_asset(experiment: Experiment) -> dg.AssetsDefinition:
 
         with operating(context):
             opened = open_and_observe(context, assets, experiment)
-            report = _worked(RunProgress(context), lambda **keywords: write_directional_derivative(opened, **keywords))
+            report = _worked(
+                opened, RunProgress(context), lambda **keywords: write_directional_derivative(opened, **keywords)
+            )
             lines = "\n".join(derivative_lines(report.content))
             metadata = {"table": dg.MetadataValue.md(f"```\n{lines}\n```")}
             return _result(opened, report, metadata, derivative_result(report.content))
@@ -263,7 +265,7 @@ def smoothness_asset(experiment: Experiment) -> dg.AssetsDefinition:
 
         with operating(context):
             opened = open_and_observe(context, assets, experiment)
-            report = _worked(RunProgress(context), lambda **keywords: write_metasmoothness(opened, **keywords))
+            report = _worked(opened, RunProgress(context), lambda **keywords: write_metasmoothness(opened, **keywords))
             mean = report.content["mean"]
             number = {} if mean is None else {"metasmoothness": mean}
             return _result(opened, report, {"summary": smoothness_line(report.content), **number})
@@ -284,22 +286,24 @@ def _result(
     return dg.MaterializeResult(data_version=version, metadata=metadata | facts, check_results=list(checks))
 
 
-def _worked(progress: RunProgress, write: "Callable[..., Report]") -> "Report":
+def _worked(opened: "OpenExperiment", progress: RunProgress, write: "Callable[..., Report]") -> "Report":
     """The report, after waiting for whoever holds a block of its bank."""
     made: list[Report] = []
-    _while_held(progress, lambda should_stop: made.append(write(observe=progress, should_stop=should_stop)))
+    _while_held(opened, progress, lambda should_stop: made.append(write(observe=progress, should_stop=should_stop)))
     return made[0]
 
 
-def _while_held(progress: RunProgress, work: Callable[[Callable[[], bool]], None]) -> None:
+def _while_held(opened: "OpenExperiment", progress: RunProgress, work: Callable[[Callable[[], bool]], None]) -> None:
     """Works until it is done; a live process that holds a part is waited for."""
     since = time.monotonic()
-    with deferred_interrupts() as should_stop, progress.watched():
+    limit = 60 * opened.experiment.attribution.stall_timeout_minutes  # retraining is one process's work
+    with deferred_interrupts() as should_stop, progress.watched(end_seconds=limit):
         while True:
             try:
                 work(should_stop)
                 return
             except HeldError as error:
                 wait_while_held(error, since=since, should_stop=should_stop)
+                progress.moved()
                 if should_stop():
                     raise InterruptedWalkError("stopped while waiting for another process") from error

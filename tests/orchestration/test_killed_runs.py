@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -19,6 +20,7 @@ from magic_pipeline.attribution.experiment import Experiment, load_experiment
 from magic_pipeline.attribution.status import StoredExperiment, stored_status
 from magic_pipeline.orchestration.instance import open_instance
 from magic_pipeline.orchestration.partitions import ExperimentAssets
+from magic_pipeline.orchestration.progress import LOST_TAG, RESUMED_TAG
 from tests.orchestration.small_experiment import materializations, red_partitions, write_experiment
 from tests.ui.serving import ask, served
 
@@ -67,13 +69,44 @@ def test_an_interrupted_then_killed_run_is_finished_by_executing_it_again_in_the
         assert {run["status"] for run in runs} == {"FAILURE", "SUCCESS"}
         launched = ask(address, EXECUTE_AGAIN, {"parent": runs[0]["runId"]})["launchRunReexecution"]
         assert launched["__typename"] == "LaunchRunSuccess", launched
-        wait_until_succeeded(address, launched["run"]["runId"])
+        again = launched["run"]["runId"]
+        wait_until_succeeded(address, again)
 
     assets = ExperimentAssets.of(experiment)
     with open_instance(experiment.folder) as instance:
         reports = materializations(instance, assets.segments)
         assert len({partition for partition, _, _ in reports}) == len(reports) == 3
         assert red_partitions(instance, assets.segments) == set()
+        # The second training went on from the first one's, and the last walk from the killed one's.
+        training = next(
+            run for run in instance.get_runs() if run.asset_selection == {assets.trajectory} and run.is_success
+        )
+        assert re.fullmatch(r"training from step \d", training.tags[RESUMED_TAG])
+        walk = instance.get_run_by_id(again)
+        assert walk is not None
+        assert re.fullmatch(r"3 queries from steps? .*", walk.tags[RESUMED_TAG])
+        assert re.fullmatch(r"nothing|at most [12] steps?", walk.tags[LOST_TAG])
+
+
+@pytest.mark.timeout(120)
+def test_a_run_that_hangs_is_ended_with_its_stacks_shown_and_the_next_one_goes_on(tmp_path: Path) -> None:
+    path = write_experiment(tmp_path / "experiments", slow=True)
+    path.write_text(path.read_text().replace("threads: 1", "threads: 1, stall_timeout_minutes: 0.05"))
+    [task] = path.parent.glob("slow_task_*.py")
+    hang = 'sleep(1000 if (Path(__file__).parent / "hang").exists() else 0.02)'
+    task.write_text(task.read_text().replace("sleep(0.1)", hang))
+    experiment = load_experiment(path)
+    (path.parent / "slow").touch()
+    hung = start_run(experiment)
+    wait_for(hung, experiment, lambda stored: stored.trajectory.sealed >= 1)
+    (path.parent / "hang").touch()
+    _, complaint = hung.communicate(timeout=60)
+    assert hung.returncode == 1
+    assert "Timeout (0:00:03)!" in complaint and "in example_losses" in complaint
+    (path.parent / "slow").unlink()
+    finished = command(experiment, "run", "--json")
+    assert finished.returncode == 0, finished.stderr
+    assert len(json.loads(finished.stdout)["marked_as_failed"]) == 1
 
 
 def start_run(experiment: Experiment) -> subprocess.Popen[str]:

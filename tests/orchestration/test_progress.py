@@ -5,7 +5,9 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 
 import dagster as dg
 import pytest
@@ -15,7 +17,7 @@ from magic_pipeline.orchestration import partitions
 from magic_pipeline.orchestration.forwarded_logs import forwarded_logs
 from magic_pipeline.orchestration.instance import open_instance
 from magic_pipeline.orchestration.partitions import ExperimentAssets, add_query_keys
-from magic_pipeline.orchestration.progress import RunProgress
+from magic_pipeline.orchestration.progress import LOST_TAG, RESUMED_TAG, RunProgress
 
 
 class Context:
@@ -23,8 +25,13 @@ class Context:
 
     asset_key = dg.AssetKey("walk")
 
-    def __init__(self) -> None:
+    def __init__(self, **tags: str) -> None:
         self.events: list[dg.AssetObservation] = []
+        self.run, self.instance = SimpleNamespace(run_id="one", tags=tags), self
+
+    def add_run_tags(self, run_id: str, tags: dict[str, str]) -> None:
+        assert run_id == "one"
+        self.run.tags |= tags
 
     def log_event(self, event: dg.AssetObservation) -> None:
         self.events.append(event)
@@ -59,6 +66,20 @@ def test_a_thousand_steps_give_few_lines_and_one_observation(caplog: pytest.LogC
         "bytes_sealed": 7,
     }
     assert (metadata["resumed_from_step"], metadata["steps_redone"]) == (900, 5)
+
+
+def test_the_run_is_tagged_with_what_was_resumed_and_lost() -> None:
+    context = Context()
+    progress = RunProgress(context)  # type: ignore[arg-type]
+    progress(walked(899))
+    assert context.run.tags == {RESUMED_TAG: "1 query from step 900", LOST_TAG: "at most 5 steps"}
+    progress(replace(walked(700), keys=("c",), resumed_from={"c": 800}, steps_redone=0))
+    assert context.run.tags == {RESUMED_TAG: "2 queries from steps 800 to 900", LOST_TAG: "at most 5 steps"}
+    # A run from the start has none, and does not keep those of the run that it is executed again for.
+    for tags in ({}, {RESUMED_TAG: "training from step 3"}):
+        context = Context(**tags)
+        RunProgress(context)(TrainingProgress(1, 10, 1.0, 5.0, 1.0, 0))  # type: ignore[arg-type]
+        assert set(context.run.tags.values()) <= {"nothing"} and bool(context.run.tags) == bool(tags)
 
 
 def test_work_that_does_not_move_is_reported_and_work_that_moves_is_not(caplog: pytest.LogCaptureFixture) -> None:
