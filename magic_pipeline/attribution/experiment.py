@@ -283,6 +283,8 @@ def _check_files(experiment: Experiment, located: LocatedYaml) -> None:
         ("training", "schedule", "values"): schedule.values if isinstance(schedule, TableSchedule) else None,
         ("queries", "file"): experiment.queries.file,
     }
+    if experiment.queries.file is not None and "://" in experiment.queries.file:
+        named.pop(("queries", "file"))  # looked for when the experiment is opened: loading many asks no network
     for fields, file in named.items():
         if file is not None and not experiment.resolve(file).is_file():
             raise _input_error(f"there is no file {experiment.resolve(file)}", located, experiment.path, fields)

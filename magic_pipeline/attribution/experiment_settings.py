@@ -335,7 +335,9 @@ class AttributionSettings(Section):
 class QueriesSettings(Section):
     """Where the queries come from: a file, or a split of the task's data. With neither, the task brings its own."""
 
-    file: File | None = Field(default=None, description="a JSON Lines file of queries")
+    file: File | None = Field(
+        default=None, description="a JSON Lines file of queries, or its URL such as s3://bucket/queries.jsonl"
+    )
     split: File | None = Field(default=None, description="the split of the task's data whose examples are queries")
     count: int | None = Field(default=None, ge=1, description="how many queries of the split; null takes all")
     measurement: str | None = Field(

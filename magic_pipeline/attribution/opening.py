@@ -21,6 +21,7 @@ from magic_pipeline.attribution.experiment import Experiment, recipe_content
 from magic_pipeline.attribution.experiment_settings import OptimizerSettings, TableSchedule
 from magic_pipeline.attribution.layout import Layout
 from magic_pipeline.attribution.queries import partition_keys
+from magic_pipeline.attribution.queries_file import local_queries_file
 from magic_pipeline.attribution.units import Units, find_units
 from magic_pipeline.checkpoints.chain import Chain
 from magic_pipeline.checkpoints.digests import fingerprint, tensors_digest
@@ -225,7 +226,7 @@ def _open(experiment: Experiment, gang: Gang, board: Board) -> OpenExperiment:
     training, queries_setting = experiment.training, experiment.queries
     source = None
     if queries_setting.file is not None or queries_setting.split is not None:
-        file = None if queries_setting.file is None else experiment.resolve(queries_setting.file)
+        file = local_queries_file(experiment)
         source = QuerySource(file=file, split=queries_setting.split, count=queries_setting.count)
     task = protocol.load_task(experiment.task.type, experiment.task.settings, folder=experiment.folder, queries=source)
     torch.manual_seed(training.seed)

@@ -18,6 +18,7 @@ from dagster._core.definitions.unresolved_asset_job_definition import Unresolved
 
 from magic_pipeline.attribution.experiment import Experiment
 from magic_pipeline.attribution.experiment_settings import TableSchedule
+from magic_pipeline.attribution.queries_file import local_queries_file
 from magic_pipeline.checkpoints.digests import fingerprint
 from magic_pipeline.orchestration.materializations import (
     Input,
@@ -165,7 +166,10 @@ def _observe_queries(
 
 
 def files_stamp(experiment: Experiment) -> str:
-    """Changes when a file is changed that the experiment names: by size and time, since this is asked every minute."""
+    """Changes when a file is changed that the experiment names: by size and time, since this is asked every minute.
+
+    A queries file at a URL is copied first, which renews the copy only where the content is another. Raises as that does.
+    """
     digest = hashlib.sha256()
     for path in _files(experiment):
         try:
@@ -178,7 +182,8 @@ def files_stamp(experiment: Experiment) -> str:
 
 def _files(experiment: Experiment) -> Iterator[Path]:
     schedule = experiment.training.schedule
-    named = [experiment.init, experiment.training.order, experiment.queries.file]
+    queries = local_queries_file(experiment)
+    named = [experiment.init, experiment.training.order, None if queries is None else str(queries)]
     named.append(schedule.values if isinstance(schedule, TableSchedule) else None)
     module = experiment.task.type.partition(":")[0].replace(".", "/")
     named += [f"{module}.py", *_texts(experiment.task.settings)]

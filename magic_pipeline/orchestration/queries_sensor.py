@@ -9,7 +9,6 @@ person turns them on.
 import logging
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Any
 
 import dagster as dg
@@ -199,11 +198,13 @@ def view_of(instance: dg.DagsterInstance, experiment: Experiment) -> View:
 
 def _keys_in_file(experiment: Experiment) -> tuple[str, ...]:
     """Of the queries file; empty where the queries come from elsewhere. Raises InputError where the file is wrong."""
+    from magic_pipeline.attribution.queries_file import local_queries_file
     from magic_pipeline.tasks.query_source import read_query_lines
 
-    if experiment.queries.file is None:
+    file = local_queries_file(experiment)
+    if file is None:
         return ()
-    lines = read_query_lines(Path(experiment.resolve(experiment.queries.file)))
+    lines = read_query_lines(file)
     return tuple(partition_keys(line.id for line in lines).values())
 
 
