@@ -12,7 +12,7 @@ from pydantic.fields import FieldInfo
 from pydantic_core import PydanticUndefined
 
 from magic_pipeline.attribution.experiment import Experiment
-from magic_pipeline.attribution.experiment_settings import Section
+from magic_pipeline.attribution.section import Section
 
 ROOT = Path(__file__).parent.parent
 REFERENCE = ROOT / "docs" / "experiments.md"

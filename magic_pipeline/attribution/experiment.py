@@ -17,9 +17,6 @@ from pydantic import BaseModel, Field, PrivateAttr, ValidationError, ValidationI
 from pydantic_core import ErrorDetails
 
 from magic_pipeline.attribution.experiment_settings import (
-    AdagradSettings,
-    AdamSettings,
-    AdamWSettings,
     AttributionSettings,
     AutoOrCount,
     File,
@@ -28,9 +25,6 @@ from magic_pipeline.attribution.experiment_settings import (
     QueriesSettings,
     Ranks,
     RestartSchedule,
-    RMSpropSettings,
-    Section,
-    SGDSettings,
     TableSchedule,
     TaskSettings,
     TrainingSettings,
@@ -38,6 +32,15 @@ from magic_pipeline.attribution.experiment_settings import (
     WarmupSchedule,
 )
 from magic_pipeline.attribution.located_yaml import LocatedYaml, read_yaml
+from magic_pipeline.attribution.optimizer_settings import (
+    AdagradSettings,
+    AdamSettings,
+    AdamWSettings,
+    MuonSettings,
+    RMSpropSettings,
+    SGDSettings,
+)
+from magic_pipeline.attribution.section import Section
 from magic_pipeline.errors import InputError
 
 _NAME = r"^[a-z][a-z0-9_]{0,39}$"
@@ -49,6 +52,7 @@ _VARIANTS: Mapping[str, Mapping[str, type[Section]]] = {
         "adamw": AdamWSettings,
         "adagrad": AdagradSettings,
         "rmsprop": RMSpropSettings,
+        "muon": MuonSettings,
     },
     "schedule": {
         "constant": WarmupSchedule,
@@ -184,6 +188,10 @@ def recipe_content(experiment: Experiment, *, split_matters: bool) -> dict[str, 
         # What changes nothing is not told, as before there was such a field.
         if training["optimizer"].get(name) == without:
             training["optimizer"].pop(name)
+    for group in training["optimizer"].get("groups", ()):
+        for name in ("lr", "momentum", "betas"):
+            if group[name] is None:
+                group.pop(name)
     if split_matters:
         training["microbatch_size"] = experiment.training.microbatch_size
     return {
@@ -345,8 +353,11 @@ def _sections_of(section: type[BaseModel], field: str) -> tuple[type[BaseModel],
 def _suggestion(unknown: Sequence[str | int], section: type[BaseModel]) -> str:
     field, dotted = str(unknown[-1]), ".".join(str(part) for part in unknown)
     elsewhere = {known for known in _dotted_fields(Experiment) if known.endswith("." + field)} - {dotted}
+    if len(unknown) > 1 and str(unknown[-2]) in _VARIANTS:
+        # What other variants have is no suggestion for this one.
+        elsewhere = {known for known in elsewhere if not known.startswith(dotted.removesuffix(field))}
     if elsewhere:
-        return f"did you mean {min(elsewhere)}?"
+        return f"did you mean {min(elsewhere, key=lambda known: (len(known.split('.')), known))}?"
     close = difflib.get_close_matches(field, section.model_fields, n=1)
     return f"did you mean {close[0]}?" if close else "known here: " + ", ".join(section.model_fields)
 

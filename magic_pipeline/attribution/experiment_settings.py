@@ -8,11 +8,22 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from decimal import Decimal
 from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, field_validator, model_validator
+from pydantic import BeforeValidator, ConfigDict, Field, field_validator, model_validator
+
+from magic_pipeline.attribution.optimizer_settings import (
+    AdagradSettings,
+    AdamSettings,
+    AdamWSettings,
+    MuonSettings,
+    RMSpropSettings,
+    SGDSettings,
+    refuse_what_is_not_smooth,
+)
+from magic_pipeline.attribution.section import Section
 
 _UNITS = {"B": 1} | {
     f"{prefix}{suffix}": base**power
@@ -55,22 +66,10 @@ SegmentOrCount = Annotated[Literal["segment"] | int, BeforeValidator(_word_or_co
 AutoOrBytes = Annotated[Literal["auto"] | int, BeforeValidator(_auto_or_bytes)]
 Fractions = Annotated[tuple[float, ...], BeforeValidator(_one_or_more_fractions)]
 Ranks = Annotated[int, Field(strict=True, ge=1, le=4096)]
-Beta = Annotated[float, Field(strict=True, ge=0, lt=1)]
 File = Annotated[str, Field(min_length=1)]
 
 
 _SCHEDULE = "the schedule after the warm-up: constant, linear, cosine, cosine_with_restarts, polynomial or inverse_sqrt; or table"
-
-
-_EPS_ROOT = "added inside that square root; tiny values make scores fragile, 0 is torch's optimizer"
-
-
-class Section(BaseModel):
-    """A part of the experiment file: unknown fields are refused, values are never guessed from strings."""
-
-    model_config = ConfigDict(
-        extra="forbid", frozen=True, strict=True, hide_input_in_errors=True, allow_inf_nan=False, validate_default=True
-    )
 
 
 class TaskSettings(Section):
@@ -96,117 +95,6 @@ class TaskSettings(Section):
             except (TypeError, ValueError) as error:
                 raise ValueError(f"the setting {name!r} should be plain, finite data: {error}") from None
         return self
-
-
-class GroupSettings(Section):
-    """Parameters with settings of their own, as in torch's parameter groups."""
-
-    match: str = Field(
-        min_length=1, description="a regular expression that is found in the names of the group's parameters"
-    )
-    lr_factor: float = Field(default=1.0, gt=0, description="times the learning rate")
-    weight_decay: float | None = Field(default=None, ge=0, description="the group's own weight decay; null keeps it")
-
-    @field_validator("match")
-    @classmethod
-    def _is_a_pattern(cls, match: str) -> str:
-        try:
-            re.compile(match)
-        except re.error as error:
-            raise ValueError(f"is no regular expression: {error}") from None
-        return match
-
-
-class OptimizerSettings(Section):
-    """What all optimizers have."""
-
-    lr: float = Field(default=1e-3, gt=0, description="the learning rate that the schedule multiplies")
-    groups: Annotated[tuple[GroupSettings, ...], Field(strict=False)] = Field(
-        default=(), description="parameters with settings of their own; of several groups the first that matches counts"
-    )
-
-
-class SGDSettings(OptimizerSettings):
-    """torch.optim.SGD."""
-
-    name: Literal["sgd"] = Field(description="the optimizer: sgd, adam, adamw, adagrad or rmsprop")
-    momentum: float = Field(default=0.0, ge=0, description="the momentum factor")
-    nesterov: bool = Field(default=False, description="whether the momentum is Nesterov's")
-    dampening: float = Field(
-        default=0.0, ge=0, le=1, description="how much less than 1 a gradient adds to the momentum"
-    )
-    weight_decay: float = Field(default=0.0, ge=0, description="coupled weight decay: added to the gradient")
-
-    @model_validator(mode="after")
-    def _nesterov_has_momentum(self) -> SGDSettings:
-        if self.nesterov and (self.momentum == 0 or self.dampening != 0):
-            raise ValueError("nesterov needs a momentum above 0 and no dampening")
-        return self
-
-
-class AdamWSettings(OptimizerSettings):
-    """torch.optim.AdamW, with a term inside the square root that keeps its derivative finite."""
-
-    name: Literal["adamw"] = Field(description="the optimizer: sgd, adam, adamw, adagrad or rmsprop")
-    betas: Annotated[tuple[Beta, Beta], Field(strict=False)] = Field(
-        default=(0.9, 0.95), description="decay rates of the first and the second moment"
-    )
-    eps: float = Field(default=1e-8, ge=0, description="added to the square root of the second moment")
-    eps_root: float = Field(
-        default=1e-8,
-        ge=0,
-        description=_EPS_ROOT,
-    )
-    weight_decay: float = Field(default=0.01, ge=0, description="decoupled weight decay: times the learning rate")
-
-
-class AdamSettings(OptimizerSettings):
-    """torch.optim.Adam, with a term inside the square root that keeps its derivative finite."""
-
-    name: Literal["adam"] = Field(description="the optimizer: sgd, adam, adamw, adagrad or rmsprop")
-    betas: Annotated[tuple[Beta, Beta], Field(strict=False)] = Field(
-        default=(0.9, 0.999), description="decay rates of the first and the second moment"
-    )
-    eps: float = Field(default=1e-8, ge=0, description="added to the square root of the second moment")
-    eps_root: float = Field(
-        default=1e-8,
-        ge=0,
-        description=_EPS_ROOT,
-    )
-    weight_decay: float = Field(default=0.0, ge=0, description="coupled weight decay: added to the gradient")
-
-
-class AdagradSettings(OptimizerSettings):
-    """torch.optim.Adagrad, with a term inside the square root that keeps its derivative finite."""
-
-    name: Literal["adagrad"] = Field(description="the optimizer: sgd, adam, adamw, adagrad or rmsprop")
-    lr_decay: float = Field(default=0.0, ge=0, description="the learning rate is divided by 1 + step * lr_decay")
-    initial_accumulator_value: float = Field(
-        default=0.0, ge=0, description="of the sum of squares, before the first step"
-    )
-    eps: float = Field(default=1e-10, ge=0, description="added to the square root of the sum of squares")
-    eps_root: float = Field(
-        default=1e-8,
-        ge=0,
-        description=_EPS_ROOT,
-    )
-    weight_decay: float = Field(default=0.0, ge=0, description="coupled weight decay: added to the gradient")
-
-
-class RMSpropSettings(OptimizerSettings):
-    """torch.optim.RMSprop, with a term inside the square root that keeps its derivative finite."""
-
-    name: Literal["rmsprop"] = Field(description="the optimizer: sgd, adam, adamw, adagrad or rmsprop")
-    alpha: float = Field(default=0.99, ge=0, lt=1, description="the decay rate of the averages")
-    momentum: float = Field(default=0.0, ge=0, description="the momentum factor")
-    centered: bool = Field(default=False, description="whether the variance takes the place of the second moment")
-    eps: float = Field(default=1e-8, ge=0, description="added to the square root")
-    eps_root: float = Field(
-        default=1e-8,
-        ge=0,
-        description=_EPS_ROOT,
-    )
-    weight_decay: float = Field(default=0.0, ge=0, description="coupled weight decay: added to the gradient")
 
 
 class WarmupSchedule(Section):
@@ -269,7 +157,7 @@ class TrainingSettings(Section):
     order: File | None = Field(
         default=None, description="a file with the example indices of every batch; null shuffles each epoch by the seed"
     )
-    optimizer: SGDSettings | AdamSettings | AdamWSettings | AdagradSettings | RMSpropSettings = Field(
+    optimizer: SGDSettings | AdamSettings | AdamWSettings | AdagradSettings | RMSpropSettings | MuonSettings = Field(
         default=AdamWSettings(name="adamw"), discriminator="name", description="the optimizer and its settings"
     )
     schedule: WarmupSchedule | RestartSchedule | PolynomialSchedule | InverseSqrtSchedule | TableSchedule = Field(
@@ -279,10 +167,7 @@ class TrainingSettings(Section):
     @field_validator("optimizer", mode="before")
     @classmethod
     def _is_smooth(cls, optimizer: object) -> object:
-        if isinstance(optimizer, Mapping) and optimizer.get("name") == "lion":
-            raise ValueError(
-                "lion moves by the sign of an average, which has no derivative: its scores would all be 0; take adamw"
-            )
+        refuse_what_is_not_smooth(optimizer)
         return optimizer
 
     @model_validator(mode="after")

@@ -5,7 +5,6 @@ Opening reads and checks; it writes nothing.
 
 from __future__ import annotations
 
-import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property, partial
@@ -18,8 +17,9 @@ from torch import Tensor, nn
 from magic_pipeline.attribution.board import Board, OwnBoard
 from magic_pipeline.attribution.data_order import Order, batch_order, read_numbers
 from magic_pipeline.attribution.experiment import Experiment, recipe_content
-from magic_pipeline.attribution.experiment_settings import OptimizerSettings, TableSchedule
+from magic_pipeline.attribution.experiment_settings import TableSchedule
 from magic_pipeline.attribution.layout import Layout
+from magic_pipeline.attribution.optimizer import optimizer_of
 from magic_pipeline.attribution.queries import partition_keys
 from magic_pipeline.attribution.queries_file import local_queries_file
 from magic_pipeline.attribution.units import Units, find_units
@@ -29,8 +29,6 @@ from magic_pipeline.checkpoints.store import Store
 from magic_pipeline.errors import InputError
 from magic_pipeline.metagradient.model import FunctionalModel
 from magic_pipeline.metagradient.numerics import shard_seed
-from magic_pipeline.metagradient.optimizers import SGD, Adagrad, Adam, AdamW, Optimizer, RMSprop
-from magic_pipeline.metagradient.parameter_groups import Group, Grouped
 from magic_pipeline.metagradient.ranks import Alone, Gang, Ranks
 from magic_pipeline.metagradient.schedules import learning_rates
 from magic_pipeline.metagradient.state import TrainState
@@ -243,7 +241,7 @@ def _open(experiment: Experiment, gang: Gang, board: Board) -> OpenExperiment:
         device=choose_device(experiment.device),
     )
     ranks = Ranks(experiment.ranks, gang)
-    optimizer = optimizer_of(training.optimizer, list(model.params))
+    optimizer = optimizer_of(training.optimizer, model, experiment.ranks)
     recipe = Recipe(model, optimizer, _learning_rates(experiment, len(order)), training.clip_norm, ranks)
     first = task.collate([dataset[index] for index in order[0][: training.microbatch_size or len(order[0])]])
     initial = model.initial_state(recipe.optimizer, first)
@@ -296,31 +294,6 @@ def choose_device(wanted: str) -> torch.device:
     if wanted == "auto":
         wanted = "cuda" if torch.cuda.is_available() else "cpu"
     return torch.device(wanted)
-
-
-def optimizer_of(settings: OptimizerSettings, names: Sequence[str]) -> Optimizer:
-    """The optimizer of an experiment for the trainable parameters of these names.
-
-    Raises:
-        InputError: a group matches none of them.
-    """
-    kinds: Mapping[str, Callable[..., Optimizer]] = {
-        "sgd": SGD, "adam": Adam, "adamw": AdamW, "adagrad": Adagrad, "rmsprop": RMSprop,
-    }  # fmt: skip
-    content = settings.model_dump(exclude={"groups", "lr"})
-    make = partial(kinds[content.pop("name")], **content)
-    if not settings.groups:
-        return make()
-    groups = []
-    for number, group in enumerate(settings.groups):
-        if not any(re.search(group.match, name) for name in names):
-            raise InputError(
-                f"{group.match!r} is found in no trainable parameter's name; the first is {names[0]!r}",
-                field=f"training.optimizer.groups[{number}].match",
-            )
-        changed = {} if group.weight_decay is None else {"weight_decay": group.weight_decay}
-        groups.append(Group(group.match, make(**changed), group.lr_factor))
-    return Grouped(tuple(groups), make())
 
 
 def _learning_rates(experiment: Experiment, steps: int) -> tuple[float, ...]:

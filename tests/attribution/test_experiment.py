@@ -18,7 +18,8 @@ from magic_pipeline.attribution.experiment import (
     parse_experiment,
     recipe_content,
 )
-from magic_pipeline.attribution.experiment_settings import AdamWSettings, SGDSettings, TableSchedule
+from magic_pipeline.attribution.experiment_settings import TableSchedule
+from magic_pipeline.attribution.optimizer_settings import AdamWSettings, SGDSettings
 from magic_pipeline.errors import InputError
 
 COMPLETE = """\
@@ -132,11 +133,11 @@ def test_only_the_named_optimizer_s_fields_are_accepted(tmp_path: Path) -> None:
         ),
         (
             "training: {optimizer: {lr: 1}}\n",
-            "line 3: training.optimizer.name: missing; one of sgd, adam, adamw, adagrad, rmsprop",
+            "line 3: training.optimizer.name: missing; one of sgd, adam, adamw, adagrad, rmsprop, muon",
         ),
         (
             "training:\n  optimizer:\n    name: adamant\n",
-            "line 5: training.optimizer.name: should be one of sgd, adam, adamw, adagrad, rmsprop, found 'adamant'",
+            "line 5: training.optimizer.name: should be one of sgd, adam, adamw, adagrad, rmsprop, muon, found 'adamant'",
         ),
         (
             "training:\n  optimizer:\n    name: adamw\n    betas:\n      - 0.9\n      - 1.5\n",
@@ -419,7 +420,7 @@ def sections(model: type[BaseModel]) -> Iterator[type[BaseModel]]:
 
 def test_every_field_is_described() -> None:
     found = set(sections(Experiment))
-    assert len(found) == 21
+    assert len(found) == 23
     undescribed = [(s.__name__, name) for s in found for name, field in s.model_fields.items() if not field.description]
     assert undescribed == []
 

@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
+from unittest.mock import patch
+
 import torch
 from torch import Tensor
 
@@ -49,3 +53,10 @@ def clip_coefficient(grads: list[Tensor], max_norm: float) -> Tensor:
         return torch.ones_like(squares)
     ratio = max_norm / (squares.sqrt() + 1e-6)
     return ratio if ratio < 1 else torch.ones_like(ratio)
+
+
+@contextmanager
+def without_the_cast() -> Iterator[None]:
+    """torch.optim.Muon in the dtype of its gradients: a copy in place of its cast to bfloat16."""
+    with patch.object(Tensor, "bfloat16", lambda tensor: tensor.clone()):
+        yield
