@@ -31,6 +31,8 @@ from magic_pipeline.checkpoints.lease import Lease
 from magic_pipeline.errors import HeldError, NonFiniteError
 from magic_pipeline.metagradient.numerics import exact_numerics
 
+_SHOWN = 5
+
 
 @dataclass(frozen=True)
 class WalkReport:
@@ -87,7 +89,9 @@ def walk(
             redone += cohort.steps_redone
             failures += cohort.failures
     if failures:
-        raise failures[0]
+        shown = "; ".join(map(str, failures[:_SHOWN]))
+        more = f"; and {len(failures) - _SHOWN} more" if len(failures) > _SHOWN else ""
+        raise failures[0] if len(failures) == 1 else NonFiniteError(f"{len(failures)} queries failed: {shown}{more}")
     return WalkReport(resumed, redone, pace.seconds)
 
 

@@ -25,7 +25,7 @@ logger = logging.getLogger("magic_pipeline.orchestration")
 RUNS_AT_ONCE = (
     2  # of one kind; what waits longer is launched by a later tick, so that an outage is not followed by a flood
 )
-_INTERVAL_SECONDS = 60
+_INTERVAL_SECONDS = 30
 
 
 @dataclass(frozen=True)

@@ -10,6 +10,7 @@ from dagster._core.storage.dagster_run import FINISHED_STATUSES, DagsterRunStatu
 from dagster._core.storage.tags import (
     ASSET_PARTITION_RANGE_END_TAG,
     ASSET_PARTITION_RANGE_START_TAG,
+    AUTO_RETRY_RUN_ID_TAG,
     PARTITION_NAME_TAG,
     WILL_RETRY_TAG,
 )
@@ -44,9 +45,9 @@ class RunsOfExperiment:
         for run in {one.run_id: one for one in runs}.values():
             chosen = [kind for key, kind in kinds.items() if key in (run.asset_selection or ())]
             chosen = chosen or [kind for kind in count if run.job_name == f"{assets.experiment}_{kind}"]
-            keys = set(_keys_of(run.tags, order))
+            keys = set(queries_of_run(run.tags, order))
             for kind in chosen:
-                if not run.is_finished or run.tags.get(WILL_RETRY_TAG) == "true":
+                if not run.is_finished or _will_be_retried(run):
                     busy[kind] |= keys
                     count[kind] += 1
                 elif kind == "attribute" and not run.is_success:
@@ -70,7 +71,12 @@ def sync_query_keys(
     return added, gone
 
 
-def _keys_of(tags: Mapping[str, str], order: Sequence[str]) -> Sequence[str]:
+def _will_be_retried(run: dg.DagsterRun) -> bool:
+    """And is not yet: the tag stays when the retry is launched, which then counts itself."""
+    return run.tags.get(WILL_RETRY_TAG) == "true" and AUTO_RETRY_RUN_ID_TAG not in run.tags
+
+
+def queries_of_run(tags: Mapping[str, str], order: Sequence[str]) -> Sequence[str]:
     """The queries of a run, by its partition or its range of partitions; none for a run that names others."""
     single = tags.get(PARTITION_NAME_TAG)
     first, last = tags.get(ASSET_PARTITION_RANGE_START_TAG, single), tags.get(ASSET_PARTITION_RANGE_END_TAG, single)

@@ -184,6 +184,9 @@ def test_running_ones_failed_ones_and_those_to_be_retried_keep_their_queries(
     instance.report_run_failed(run, "gone")
     instance.add_run_tags(run.run_id, {"dagster/will_retry": "true"})
     assert tick(instance, experiment) == [] and view_of(instance, experiment).walking == keys
+    # The tag stays when the retry is launched, which then counts by itself.
+    instance.add_run_tags(run.run_id, {"dagster/auto_retry_run_id": "another"})
+    assert view_of(instance, experiment).runs["attribute"] == 0
     instance.add_run_tags(run.run_id, {"dagster/will_retry": "false"})
     view = view_of(instance, experiment)
     assert tick(instance, experiment) == [] and (view.walking, view.failed) == (frozenset(), keys)
