@@ -9,7 +9,8 @@ from collections.abc import Mapping
 
 from magic_pipeline.checkpoints.holder import Holder, die_with
 
-PROCESS_TAG = "magic_pipeline/process"
+# Dagster's UI shows no tag whose name begins so: this one is for machines.
+PROCESS_TAG = ".dagster/magic_pipeline/process"
 
 
 def process_tags(run_id: str) -> dict[str, str]:

@@ -77,13 +77,21 @@ def click(driver: webdriver.Chrome, text: str, *, number: int = 0) -> None:
     driver.execute_script("arguments[0].click()", found)
 
 
-def launch_missing(driver: webdriver.Chrome, page: str) -> None:
-    """Materializes an asset's missing partitions as a person does it: button, all queries, all ranks, only missing, launch."""
+def materialize(driver: webdriver.Chrome, page: str) -> None:
+    """Materializes an asset without partitions that nothing has made yet, by its page's button."""
+    driver.get(page)
+    wait_for_text(driver, "Never materialized")
+    click(driver, "Materialize")
+    wait_for_text(driver, "Launched run")
+
+
+def launch_missing(driver: webdriver.Chrome, page: str, *, dimensions: int) -> None:
+    """Materializes an asset's missing partitions as a person does it: button, all of each dimension, only missing, launch."""
     driver.get(page)
     wait_for_text(driver, "Partitions Selected")
     click(driver, "Materialize…")
     wait_for_text(driver, "Backfill only failed and missing partitions within selection")
-    for number in (0, 1):
+    for number in range(dimensions):
         click(driver, "All", number=number)
     click(driver, "Backfill only failed and missing partitions within selection")
     # It reads "Launch backfill" or "Launch 1 run", as many as are missing, and can be pressed once they are counted.

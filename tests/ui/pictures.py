@@ -23,14 +23,14 @@ def main() -> None:
         with served(ROOT / "experiments", folder / "log") as address, browser(folder / "profile") as driver:
             driver.get(f"{address}/locations/magic_pipeline.definitions/asset-groups/digits/lineage")
             wait_for_text(driver, "training_trajectory", "score_matrix", "12 partitions")
-            _save(driver, "ui-assets")
+            save(driver, "ui-assets")
             driver.get(f"{address}/assets/digits/segment_checkpoints?view=partitions")
             wait_for_text(driver, "Materialized (12)")
             click(driver, "test-0000-digit-1-7dc8cb71")
             click(driver, "0")
             # No further down: the path where the checkpoints lie is this machine's own.
             driver.set_window_size(1400, 640)
-            _save(driver, "ui-partitions")
+            save(driver, "ui-partitions")
             driver.set_window_size(1400, 1100)
             driver.get(
                 f"{address}/assets/digits/attribution_scores?view=partitions&partition=test-0000-digit-1-7dc8cb71"
@@ -52,10 +52,11 @@ def report(experiment: Path) -> None:
         for picture, width, heading in (("report-desktop", 1000, 1), ("report-phone", 390, -1)):
             show_at_width(driver, page, width)
             driver.execute_script(f"[...document.querySelectorAll('h2')].at({heading}).scrollIntoView()")
-            _save(driver, picture)
+            save(driver, picture)
 
 
-def _save(driver: webdriver.Chrome, name: str) -> None:
+def save(driver: webdriver.Chrome, name: str) -> None:
+    """Keeps what the window shows as docs/images/{name}.png."""
     time.sleep(3)  # the page's animations
     driver.save_screenshot(str(IMAGES / f"{name}.png"))
 
