@@ -41,7 +41,7 @@ def test_a_person_trains_backfills_sees_it_heal_and_follows_the_lineage_of_a_sco
 
 def walk_the_main_path(folder: Path, save: Save) -> None:
     """Trains, backfills, kills, waits for the healing, scores, and looks at the lineage; `save` is handed the pages."""
-    from tests.ui import browsing  # noqa: PLC0415 - selenium may not be installed
+    from tests.ui import browsing
 
     experiment = load_experiment(write_experiment(folder / "experiments", slow=True))
     assets = ExperimentAssets.of(experiment)
