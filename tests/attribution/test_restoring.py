@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from magic_pipeline.attribution.collecting import collect
-from magic_pipeline.attribution.observing import Event, TrainingProgress
+from magic_pipeline.attribution.observing import Event, TrainingProgress, WalkProgress
 from magic_pipeline.attribution.opening import OpenExperiment
 from magic_pipeline.attribution.scores import read_matrix, write_score_matrix
 from magic_pipeline.attribution.status import matrix_digest, query_statuses, stored_status, trajectory_status
@@ -76,7 +76,8 @@ def test_without_states_status_scores_and_reruns_are_as_before(tmp_path: Path, a
     assert stored.trajectory.complete
     events: list[Event] = []
     assert same_bits(run(opened, observe=events.append), before)
-    assert events == []
+    # Training that is asked for again makes the freed states again, under the digest rule; no query is walked again.
+    assert not any(isinstance(event, WalkProgress) for event in events)
     # A sheet that is lost is made again from the walk's result.
     for name in opened.store.list(f"{opened.layout.scores}/manifests"):
         opened.store.delete(f"{opened.layout.scores}/manifests/{name}")
