@@ -13,6 +13,9 @@ from pydantic_core import PydanticUndefined
 
 from magic_pipeline.attribution.experiment import Experiment
 from magic_pipeline.attribution.section import Section
+from tests.attribution.test_optimizer_scores import OPTIMIZERS
+from tests.metagradient.test_schedules import SCHEDULES
+from tests.zoo.tasks import BUILD
 
 ROOT = Path(__file__).parent.parent
 REFERENCE = ROOT / "docs" / "experiments.md"
@@ -39,6 +42,26 @@ def test_every_file_that_the_documents_point_to_is_there() -> None:
         if not (document.parent / target).exists()
     ]
     assert missing == []
+
+
+@pytest.mark.parametrize(
+    ("table", "ids"),
+    [
+        ("model", list(BUILD)),
+        ("optimizer", list(OPTIMIZERS)),
+        ("schedule", [*dict.fromkeys(case.partition(" ")[0] for case in SCHEDULES), "table"]),
+    ],
+)
+def test_the_rows_of_the_tables_of_what_is_exact_are_what_the_tests_check(table: str, ids: list[str]) -> None:
+    text = (ROOT / "docs" / "models.md").read_text(encoding="utf-8")
+    rows = re.search(rf"^\| {table} \|.*\n\|[-|]+\|\n((?:\|.*\n)+)", text, flags=re.MULTILINE)
+    assert rows is not None
+    assert re.findall(r"^\| ([a-z0-9_-]+) \|", rows[1], flags=re.MULTILINE) == ids
+
+
+def test_the_tests_that_the_tables_name_are_there() -> None:
+    named = set(re.findall(r"`(test_\w+\.py)`", (ROOT / "docs" / "models.md").read_text(encoding="utf-8")))
+    assert named and named <= {file.name for file in (ROOT / "tests").rglob("test_*.py")}
 
 
 def field_reference() -> str:
