@@ -64,14 +64,18 @@ HEAD = f"{'killed':26}  {'found s':>7}  {'healed s':>8}  runs"
 
 
 def prepare(folder: Path, storage: Mapping[str, object], queries: int, *, slow: bool = True) -> Experiment:
-    """An experiment of five steps a query, whose walk takes seconds while a file of that name lies beside it."""
+    """An experiment of five steps a query, whose walk takes seconds while a file of that name lies beside it.
+
+    Queries are pulled one by one: a batched call rounds otherwise for another number of them, and who walks together
+    is not the same with kills as without.
+    """
     path = write_experiment(folder, slow=slow)
     text = (
         path.read_text()
         .replace("epochs: 2", "epochs: 5")
         .replace("examples: 12", f"examples: 20, query_count: {queries}")
     )
-    text = text.replace("count: 3", f"count: {queries}")
+    text = text.replace("count: 3", f"count: {queries}").replace("chunk: 3", "chunk: 1")
     path.write_text(text + "".join(f"{name}: {json.dumps(value)}\n" for name, value in storage.items()))
     return load_experiment(path)
 

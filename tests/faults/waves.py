@@ -56,7 +56,7 @@ task: {{type: "{module}:Slow", examples: 12, features: 2}}
 queries: {{file: queries.jsonl}}
 training:
   {{epochs: 2, batch_size: 4, dtype: float64, optimizer: {{name: sgd, lr: 0.1}}, schedule: {{name: constant}}}}
-attribution: {{segment_steps: 2, threads: 1, chunk: 4}}
+attribution: {{segment_steps: 2, threads: 1, chunk: 1}}
 """
 TURN_ON = """
 mutation ($sensor: SensorSelector!) {
