@@ -30,18 +30,18 @@ class Input:
     observed: bool = False
 
 
-def log_partition(
+def log_partitions(
     context: dg.AssetExecutionContext,
-    partition: str,
+    partitions: Sequence[str],
     *,
     version: str,
     made_from: Sequence[Input],
     metadata: Mapping[str, Any],
     reported_again: bool,
 ) -> None:
-    """Report one partition of the op's asset as materialized, at once: it stays so if the run fails later.
+    """Report partitions of the op's asset, all of one version, as materialized, at once: they stay so if the run fails later.
 
-    `reported_again` marks a partition that was finished before; it carries the same data version.
+    `reported_again` marks partitions that were finished before; they carry the same data version.
     """
     key = context.asset_key
     code_version = context.assets_def.code_versions_by_key[key]
@@ -55,7 +55,9 @@ def log_partition(
     if code_version is not None:
         tags[CODE_VERSION_TAG] = code_version
     facts = {**metadata, "reported_again": reported_again}
-    context.log_event(dg.AssetMaterialization(key, partition=partition, tags=tags, metadata=facts))
+    # Looking up what they were made from takes as long as an event does: once for all of them.
+    for partition in partitions:
+        context.log_event(dg.AssetMaterialization(key, partition=partition, tags=tags, metadata=facts))
 
 
 def _pointer(instance: dg.DagsterInstance, made_from: Input) -> str:

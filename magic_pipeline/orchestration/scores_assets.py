@@ -13,7 +13,7 @@ from magic_pipeline.orchestration.asset_versions import report_code_version
 from magic_pipeline.orchestration.automation import when_inputs_are_complete
 from magic_pipeline.orchestration.checks import matrix_checks, matrix_results
 from magic_pipeline.orchestration.inputs_assets import observe_sources, open_and_observe
-from magic_pipeline.orchestration.materializations import Input, log_partition
+from magic_pipeline.orchestration.materializations import Input, log_partitions
 from magic_pipeline.orchestration.operating import opened_once, operating
 from magic_pipeline.orchestration.partitions import ExperimentAssets, planned_keys
 from magic_pipeline.orchestration.provenance import provenance
@@ -83,9 +83,9 @@ def _report_scores(
     again = status.scores_digest is not None
     # Writing again what is written already returns it.
     sheet = write_scores(opened, key)
-    log_partition(
+    log_partitions(
         context,
-        key,
+        [key],
         version=sheet.digest,
         made_from=[
             Input(assets.segments, status.walk_digest, assets.segment_key(key, assets.rank_keys[0])),

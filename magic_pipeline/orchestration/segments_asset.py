@@ -21,7 +21,7 @@ from magic_pipeline.orchestration.inputs_assets import observe_sources
 from magic_pipeline.orchestration.instance import GPU_POOL
 from magic_pipeline.orchestration.interrupts import deferred_interrupts
 from magic_pipeline.orchestration.launch_settings import WalkSettings
-from magic_pipeline.orchestration.materializations import Input, log_partition
+from magic_pipeline.orchestration.materializations import Input, log_partitions
 from magic_pipeline.orchestration.operating import opened_once, operating, stall_limit, wait_while_held
 from magic_pipeline.orchestration.partitions import ExperimentAssets, planned_keys
 from magic_pipeline.orchestration.progress import RunProgress
@@ -139,15 +139,14 @@ class _Gang:
             if not status.complete or status.walk_digest is None:
                 continue
             made_from = [Input(self.assets.trajectory, trajectory or "unknown"), *self.sources_of(status.key)]
-            for rank in self.planned[status.key]:
-                log_partition(
-                    self.context,
-                    self.assets.segment_key(status.key, rank),
-                    version=status.walk_digest,
-                    made_from=made_from,
-                    metadata=self._metadata(status, walked) | {"trajectory_digest": trajectory},
-                    reported_again=not walked,
-                )
+            log_partitions(
+                self.context,
+                [self.assets.segment_key(status.key, rank) for rank in self.planned[status.key]],
+                version=status.walk_digest,
+                made_from=made_from,
+                metadata=self._metadata(status, walked) | {"trajectory_digest": trajectory},
+                reported_again=not walked,
+            )
             del self.unreported[status.key]
 
     def _metadata(self, status: "QueryStatus", walked: bool) -> dict[str, Any]:

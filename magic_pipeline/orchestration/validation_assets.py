@@ -19,7 +19,7 @@ from magic_pipeline.orchestration.checks import derivative_check, derivative_res
 from magic_pipeline.orchestration.inputs_assets import observe_training_data, open_and_observe
 from magic_pipeline.orchestration.instance import GPU_POOL
 from magic_pipeline.orchestration.interrupts import deferred_interrupts
-from magic_pipeline.orchestration.materializations import Input, log_partition
+from magic_pipeline.orchestration.materializations import Input, log_partitions
 from magic_pipeline.orchestration.operating import opened_once, operating, wait_while_held
 from magic_pipeline.orchestration.partitions import ExperimentAssets, planned_keys
 from magic_pipeline.orchestration.progress import RunProgress
@@ -127,9 +127,9 @@ class _Subsets:
             metadata = {"subset": label, "weights_digest": run.result.digest, **diverged}
             if not again:
                 metadata |= self.progress.metadata()
-            log_partition(
+            log_partitions(
                 self.context,
-                label,
+                [label],
                 version=run.digest,
                 made_from=[trajectory, self.data],
                 metadata=metadata | {"measurements": dict(list(run.result.measurements.items())[:20])},
