@@ -80,10 +80,10 @@ def prepare(folder: Path, storage: Mapping[str, object], queries: int, *, slow: 
     return load_experiment(path)
 
 
-def home_on_postgres(folder: Path) -> Path:
-    """A Dagster home with the configuration of deploy/server."""
+def home_on_postgres(folder: Path, configured: Path = SERVER) -> Path:
+    """A Dagster home with the dagster.yaml of a folder of deploy/."""
     folder.mkdir()
-    shutil.copy(SERVER / "dagster.yaml", folder / "dagster.yaml")
+    shutil.copy(configured / "dagster.yaml", folder / "dagster.yaml")
     return folder
 
 

@@ -250,9 +250,11 @@ def campaign(folder: Path, tell: Tell, *, queries: int, waves: int, kills: int, 
     path = prepare(folder / "experiments")
     with served(path.parent, folder / "ui.log") as address, open_instance(path.parent) as instance:
         running = Waves(path, instance, address, tell, seed)
-        running.run(queries, waves, kills, seconds=600)
-        for line in running.table():
-            tell(line)
+        try:
+            running.run(queries, waves, kills, seconds=600)
+        finally:
+            for line in running.table():
+                tell(line)
         return running.wrong(queries, bits)
 
 
