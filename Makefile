@@ -14,7 +14,7 @@ help:
 	@echo "make servers a real S3 server (SeaweedFS) for make test, which skips what needs it otherwise"
 	@echo "make check   ruff, formatting, types, which room imports which"
 	@echo "make faults  kill, break and rerun the whole pipeline, for minutes"
-	@echo "make bench   what a walk costs, in units of one training step"
+	@echo "make bench   all tables of what it costs, into benchmarks/RESULTS.md (half an hour)"
 
 demo: $(INSTALLED)
 	$(VENV)/bin/magic-pipeline run experiments/digits.yaml --show 12
@@ -48,7 +48,7 @@ faults: $(INSTALLED)
 	$(RUN) tests.faults.waves --queries 12 --kills 2
 
 bench: $(INSTALLED)
-	$(VENV)/bin/python benchmarks/walk.py
+	$(RUN) benchmarks
 
 install: $(INSTALLED)
 
