@@ -10,7 +10,7 @@ set -euo pipefail
 # A canceled walk seals the step that it has reached: as long as a gang's stop_grace_seconds, and a moment.
 export RAY_JOB_STOP_WAIT_TIME_S=${RAY_JOB_STOP_WAIT_TIME_S:-330}
 export RAY_USAGE_STATS_ENABLED=0 DAGSTER_DISABLE_TELEMETRY=yes
-python=$(command -v "${MAGIC_PYTHON:-python}")
+python=$(command -v "${MAGIC_PYTHON:-python}") || { echo "MAGIC_PYTHON: there is no program ${MAGIC_PYTHON:-python}" >&2; exit 1; }
 export PATH=$(dirname "$python"):$PATH # a run is started by the name `dagster`
 ray=("$python" -m ray.scripts.scripts start --block --disable-usage-stats)
 

@@ -17,14 +17,12 @@ from dagster._core.storage.tags import ASSET_PARTITION_RANGE_END_TAG, ASSET_PART
 
 from magic_pipeline.attribution.experiment import Experiment
 from magic_pipeline.attribution.queries import partition_keys
+from magic_pipeline.orchestration.instance import GPU_POOL
 from magic_pipeline.orchestration.partitions import QUERIES_PER_RUN, ExperimentAssets, contiguous_blocks
 from magic_pipeline.orchestration.runs_of_experiment import RunsOfExperiment
 
 logger = logging.getLogger("magic_pipeline.orchestration")
 
-RUNS_AT_ONCE = (
-    2  # of one kind; what waits longer is launched by a later tick, so that an outage is not followed by a flood
-)
 _INTERVAL_SECONDS = 30
 
 
@@ -80,7 +78,7 @@ class Decision:
         return len(self.attribute) + len(self.score) + self.collect
 
 
-def decide(view: View, *, block: int = QUERIES_PER_RUN, most: int = RUNS_AT_ONCE) -> Decision:
+def decide(view: View, *, block: int = QUERIES_PER_RUN, most: int = 2) -> Decision:
     """What to launch now: no query twice, no finished query, and no more than `most` runs of a kind at once."""
     asked = set(view.asked)
     add = tuple(key for key in view.asked if key not in view.partitions)
@@ -100,6 +98,16 @@ def decide(view: View, *, block: int = QUERIES_PER_RUN, most: int = RUNS_AT_ONCE
     idle = not (attribute or score or view.scoring or view.runs.get("collect", 0))
     collect = idle and bool(scored) and not view.collected
     return Decision(add, remove, attribute, score, collect, _why(view, to_walk, asked))
+
+
+def runs_at_once(instance: dg.DagsterInstance) -> int:
+    """How many runs of a kind there may be: as many as the pool of devices admits, and one that waits.
+
+    What would wait longer is launched by a later tick, so that an outage is not followed by a flood.
+    """
+    limits = {limit.name: limit.limit for limit in instance.event_log_storage.get_pool_limits()}
+    default = instance.get_concurrency_config().pool_config.default_pool_limit
+    return 1 + max(1, limits.get(GPU_POOL) or default or 1)
 
 
 def _blocks(order: Sequence[str], keys: Collection[str], block: int, most: int) -> tuple[tuple[str, ...], ...]:
@@ -124,7 +132,7 @@ def queries_sensor(experiment: Experiment, jobs: Sequence[UnresolvedAssetJobDefi
     wanted = [job for job in jobs if job.name in (f"{name}_attribute", f"{name}_score", f"{name}_collect")]
 
     def tick(context: dg.SensorEvaluationContext) -> dg.SensorResult | dg.SkipReason:
-        decision = decide(view_of(context.instance, experiment))
+        decision = decide(view_of(context.instance, experiment), most=runs_at_once(context.instance))
         requests = list(_requests(assets, decision))
         logger.info("%s: %s", experiment.name, decision.why)
         changes: list[Any] = []

@@ -19,10 +19,10 @@ from magic_pipeline.attribution.experiment import Experiment, load_experiment
 from magic_pipeline.attribution.queries import partition_key
 from magic_pipeline.orchestration import operating
 from magic_pipeline.orchestration.building import build_definitions
-from magic_pipeline.orchestration.instance import open_instance
+from magic_pipeline.orchestration.instance import GPU_POOL, open_instance
 from magic_pipeline.orchestration.operating import opened_once
 from magic_pipeline.orchestration.partitions import ExperimentAssets, add_query_keys
-from magic_pipeline.orchestration.queries_sensor import Decision, View, decide, view_of
+from magic_pipeline.orchestration.queries_sensor import Decision, View, decide, runs_at_once, view_of
 from magic_pipeline.orchestration.running import run_experiment
 from tests.orchestration.small_experiment import materializations, red_partitions
 
@@ -240,7 +240,7 @@ def test_the_nightly_schedule_walks_every_partition_in_blocks(
 def test_a_tick_imports_no_torch(experiment: Experiment) -> None:
     code = (
         "import sys; from pathlib import Path; from magic_pipeline.attribution.experiment import load_experiment\n"
-        "from magic_pipeline.orchestration.instance import open_instance\n"
+        "from magic_pipeline.orchestration.instance import GPU_POOL, open_instance\n"
         "from magic_pipeline.orchestration.queries_sensor import decide, view_of\n"
         "experiment = load_experiment(Path(sys.argv[1]))\n"
         "with open_instance(experiment.folder) as instance:\n"
@@ -248,3 +248,14 @@ def test_a_tick_imports_no_torch(experiment: Experiment) -> None:
         "assert 'torch' not in sys.modules"
     )
     subprocess.run([sys.executable, "-c", code, str(experiment.path)], check=True)
+
+
+def test_as_many_runs_as_the_pool_of_devices_admits_and_one_that_waits(tmp_path: Path) -> None:
+    with open_instance(tmp_path) as instance:
+        assert runs_at_once(instance) == 2
+        instance.event_log_storage.set_concurrency_slots(GPU_POOL, 3)
+        assert runs_at_once(instance) == 4
+    pools = {"concurrency": {"pools": {"granularity": "run", "default_limit": 8}}}
+    with dg.DagsterInstance.local_temp(str(tmp_path), overrides=pools) as instance:
+        instance.event_log_storage.delete_concurrency_limit(GPU_POOL)
+        assert runs_at_once(instance) == 9

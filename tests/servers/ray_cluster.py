@@ -11,6 +11,7 @@ import socket
 import sys
 import tempfile
 import time
+import urllib.parse
 import urllib.request
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -78,7 +79,8 @@ class RayCluster:
 
     def node_of(self, run: str) -> str:
         """The node that executes a Dagster run, or has executed it."""
-        return str(self._ask(f"api/jobs/dagster-run-{run}")["driver_info"]["node_ip_address"])
+        agent = self._ask(f"api/jobs/dagster-run-{run}")["driver_agent_http_address"]
+        return str(urllib.parse.urlsplit(agent).hostname)
 
     def stop(self) -> None:
         for address in reversed(list(self._nodes)):
@@ -106,7 +108,7 @@ class RayCluster:
             nodes = self._ask("nodes?view=summary")["data"]["summary"]
         except (OSError, ValueError):
             return set()
-        return {node["ip"] for node in nodes if node["raylet"].get("state") == "ALIVE"}
+        return {node.get("ip", "") for node in nodes if node["raylet"].get("state") == "ALIVE"}
 
     def _ask(self, path: str) -> dict[str, Any]:
         with urllib.request.urlopen(f"{self.address}/{path}", timeout=10) as answer:
