@@ -20,7 +20,7 @@ from pathlib import Path
 
 from magic_pipeline.orchestration.instance import open_instance
 from magic_pipeline.orchestration.partitions import ExperimentAssets
-from tests.deploy.deployment import ROOT, Deployment, deployed
+from tests.deploy.deployment import ROOT, Deployment, deployed, wait_for
 from tests.faults.services import HEAD, Struck, environment_of, home_on_postgres, prepare, undisturbed_bits
 from tests.faults.whole_run import place
 from tests.orchestration.small_experiment import materializations
@@ -49,9 +49,16 @@ class StruckCluster(Struck):
         return True
 
     def nodes_of_newest(self) -> list[str]:
-        """Of the newest walk and of the one that it tries again: where they were executed, the older one first."""
+        """Of the newest walk and of the one that it tries again: where they were executed, the older one first.
+
+        A run that was taken for dead may end well by itself, before its retry has begun: both are waited for.
+        """
+        wait_for(self._all_have_ended, 120, lambda: str(self.deployment.runs()))
         runs = [one["runId"] for one in self.deployment.runs() if one["jobName"] == "small_attribute"]
         return [self.cluster.node_of(run) for run in reversed(runs[:2])]
+
+    def _all_have_ended(self) -> bool:
+        return all(one["status"] in ("SUCCESS", "FAILURE") for one in self.deployment.runs())
 
     def mend(self) -> None:
         """Starts every node that was lost, and ends what Ray has lost sight of."""
@@ -89,7 +96,7 @@ def campaign(folder: Path, storage: Mapping[str, object], tell: Callable[[str], 
         tell(f"{HEAD}, nodes")
         problems = []
         for number, victim in enumerate(VICTIMS):
-            healed = running.walk_and_kill(victim, number)
+            healed = running.walk_and_kill(victim, number, outlived=victim == "raylet")
             nodes = running.nodes_of_newest()
             tell(f"{healed}, {' then '.join(nodes)}")
             if victim != "run worker" and len(set(nodes)) != 2:

@@ -105,20 +105,26 @@ class Struck:
     experiment: Experiment
     postgres: PostgresServer
 
-    def walk_and_kill(self, victim: str, query: int) -> Healed:
-        """Launches a walk of one query, kills the victim in the middle of it, starts what is gone, waits for the walk."""
+    def walk_and_kill(self, victim: str, query: int, *, outlived: bool = False) -> Healed:
+        """Launches a walk of one query, kills the victim in the middle of it, starts what is gone, waits for the walk.
+
+        Args:
+            outlived: by the walk itself, which is to be under way still when Dagster takes it for dead.
+        """
         slow, key = self.experiment.folder / "slow", self.query(query).key
-        slow.touch()
+        slow.write_text("1.5" if outlived else "")
         run = self.deployment.launch("small_attribute", f"{key}|0", f"{key}|{self.experiment.ranks - 1}")
         wait_for(lambda: self.query(query).sealed > 0, _HEALED_SECONDS, lambda: f"{victim}: {self.deployment.runs()}")
         began = time.monotonic()
         found = self.kill(victim, run)
-        slow.unlink()
+        if not outlived:
+            slow.unlink()
         if victim != "run worker":
             self.deployment.start()
         self.deployment.wait_until_it_answers()
         if found:
             wait_for(lambda: self.deployment.status(run) == "FAILURE", FOUND_SECONDS, lambda: f"{victim} is not found")
+        slow.unlink(missing_ok=True)
         seconds = time.monotonic() - began
         self.deployment.wait_until_succeeded(run, _HEALED_SECONDS)
         healed = time.monotonic() - began

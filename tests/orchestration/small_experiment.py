@@ -2,8 +2,8 @@
 
 The chunk is fixed, for `auto` measures which is fastest, and another one rounds otherwise.
 
-With `slow`, its task sleeps in every forward pass while there is a file of that name beside it, so that a test can
-kill it at a place of its choice.
+With `slow`, its task sleeps in every forward pass while there is a file of that name beside it, a tenth of a second or as
+many as the file says, so that a test can kill it at a place of its choice.
 """
 
 from __future__ import annotations
@@ -15,14 +15,15 @@ import dagster as dg
 from dagster._core.definitions.data_version import DATA_VERSION_TAG
 
 SLOW_TASK = """
+import contextlib
 import time
 from pathlib import Path
 from magic_pipeline.tasks.linear_regression import LinearRegression
 
 class Slow(LinearRegression):
     def example_losses(self, model, batch):
-        if (Path(__file__).parent / "slow").exists():
-            time.sleep(0.1)
+        with contextlib.suppress(FileNotFoundError):
+            time.sleep(float((Path(__file__).parent / "slow").read_text() or 0.1))
         return super().example_losses(model, batch)
 """
 EXPERIMENT = """
