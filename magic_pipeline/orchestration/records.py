@@ -37,14 +37,15 @@ def forget(instance: dg.DagsterInstance, experiment: str) -> Records:
     Runs that made other experiments' assets too stay, and so do runs that are not finished.
     """
     found = records_of(instance, experiment)
-    for run_id in _runs(instance, experiment):
-        instance.delete_run(run_id)
-    name = ExperimentAssets(experiment, 1).queries_name
-    for key in instance.get_dynamic_partitions(name):
-        instance.delete_dynamic_partition(name, key)
+    # Assets first: with a run its events go, and then nothing tells any more that the index still shows what it had made.
     keys = _assets(instance, experiment)
     if keys:
         instance.wipe_assets(keys)
+    name = ExperimentAssets(experiment, 1).queries_name
+    for key in instance.get_dynamic_partitions(name):
+        instance.delete_dynamic_partition(name, key)
+    for run_id in _runs(instance, experiment):
+        instance.delete_run(run_id)
     return found
 
 
@@ -66,15 +67,8 @@ def tell_of_collection(instance: dg.DagsterInstance, experiment: str, found: Col
 
 
 def _assets(instance: dg.DagsterInstance, experiment: str) -> list[dg.AssetKey]:
-    """Also of assets that the experiment file does not define any more, but not those that were wiped and have no event since."""
-    keys = [key for key in instance.get_asset_keys(prefix=[experiment]) if key.path[0] == experiment]
-    return [key for key in keys if _has_events(instance, key)]
-
-
-def _has_events(instance: dg.DagsterInstance, key: dg.AssetKey) -> bool:
-    return bool(
-        instance.fetch_materializations(key, limit=1).records or instance.fetch_observations(key, limit=1).records
-    )
+    """Also of assets that the experiment file does not define any more, and of those whose runs a person has deleted."""
+    return [key for key in instance.get_asset_keys(prefix=[experiment]) if key.path[0] == experiment]
 
 
 def _runs(instance: dg.DagsterInstance, experiment: str) -> list[str]:

@@ -78,3 +78,16 @@ def test_what_was_only_looked_at_is_not_told(its_instance: dg.DagsterInstance, t
     run_experiment(its_instance, two_finished)
     assert not tell_of_collection(its_instance, "small", collect(two_finished, trajectories=True))
     assert not tell_of_collection(its_instance, "nobody", collect(two_finished, trajectories=True, free=True))
+
+
+def test_assets_whose_runs_are_gone_are_forgotten_too(
+    its_instance: dg.DagsterInstance, two_finished: Experiment
+) -> None:
+    # By a person, in the UI: the events go with the runs, and Dagster's index still shows what they had made.
+    scores = ExperimentAssets.of(two_finished).scores
+    for run in its_instance.get_runs():
+        its_instance.delete_run(run.run_id)
+    assert its_instance.get_latest_materialization_event(scores) is not None
+    assert forget(its_instance, "small") == Records(assets=6, partitions=3, runs=0)
+    assert its_instance.get_latest_materialization_event(scores) is None
+    assert records_of(its_instance, "small") == Records(0, 0, 0)
