@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 import dagster as dg
 from dagster._core.definitions.job_base import InMemoryJob
@@ -36,6 +37,7 @@ def execute_asset(
     repository: dg.RepositoryDefinition,
     key: dg.AssetKey,
     partitions: tuple[str, str] | None = None,
+    config: Mapping[str, Any] | None = None,
 ) -> dg.DagsterRun:
     """Execute one asset, or the range of its partitions from the first key to the last, and return the finished run.
 
@@ -45,6 +47,7 @@ def execute_asset(
 
     Args:
         repository: of the definitions as the UI loads them, `build_definitions(folder).get_repository_def()`.
+        config: the asset's launch settings, as in the launchpad.
     """
     job = repository.get_job(_ASSET_JOB)
     run_id = make_new_run_id()
@@ -55,7 +58,8 @@ def execute_asset(
     run = instance.create_run_for_job(
         job_def=job,
         run_id=run_id,
-        run_config=_QUIET_CONSOLE,
+        run_config=_QUIET_CONSOLE
+        | ({} if config is None else {"ops": {key.to_python_identifier(): {"config": config}}}),
         tags=tags,
         asset_selection={key},
         remote_job_origin=_repository_origin().get_job_origin(_ASSET_JOB),

@@ -8,6 +8,8 @@ from pydantic import Field, ValidationError
 from magic_pipeline.attribution.experiment import Experiment
 from magic_pipeline.errors import InputError
 
+_NOT_OF_THE_FILE = {"make_freed_states"}
+
 
 class LaunchSettings(dg.Config):
     """Of every run that computes. What is left empty is as the experiment file says."""
@@ -25,7 +27,7 @@ class LaunchSettings(dg.Config):
         Raises:
             InputError: a value is not one that the experiment file takes.
         """
-        given = {name: value for name, value in self.model_dump().items() if value is not None}
+        given = {name: value for name, value in self.model_dump(exclude=_NOT_OF_THE_FILE).items() if value is not None}
         if not given:
             return experiment
         content = {"device": experiment.device} | {k: given.pop(k) for k in ("device",) if k in given}
@@ -40,6 +42,15 @@ class LaunchSettings(dg.Config):
             message = problem["msg"].removeprefix("Value error, ").replace("Input should", "should", 1)
             raise InputError(f"{message}, found {problem['input']!r}", field=f"launch settings: {wrong}") from None
         return experiment.model_copy(update={"device": checked.device, "attribution": checked.attribution})
+
+
+class TrainingSettings(LaunchSettings):
+    """Of a run that trains."""
+
+    make_freed_states: bool = Field(
+        default=True,
+        description="Whether states of a finished training that gc has freed are made again; a walk that needs them does so by itself.",
+    )
 
 
 class WalkSettings(LaunchSettings):

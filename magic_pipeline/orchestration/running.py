@@ -9,6 +9,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 import dagster as dg
 
@@ -106,7 +107,8 @@ class _Running:
         if holder is not None:
             self.outcome.held["training_trajectory"] = holder
             return False
-        self._execute(self.assets.trajectory)
+        # States that gc has freed are left to the walk that needs them: of a finished training there is only something to report.
+        self._execute(self.assets.trajectory, config={"make_freed_states": False})
         return True
 
     def _walk(self) -> None:
@@ -193,11 +195,16 @@ class _Running:
             self._execute(key, bounds(block[0], block[-1]), len(block))
 
     def _execute(
-        self, key: dg.AssetKey, partitions: tuple[str, str] | None = None, count: int = 1, what: str = "queries"
+        self,
+        key: dg.AssetKey,
+        partitions: tuple[str, str] | None = None,
+        count: int = 1,
+        what: str = "queries",
+        config: Mapping[str, Any] | None = None,
     ) -> None:
         name = key.path[-1]
         logger.info("%s%s", name, f": {count} {what}" if partitions is not None else "")
-        run = execute_asset(self.instance, self.repository, key, partitions)
+        run = execute_asset(self.instance, self.repository, key, partitions, config)
         self.outcome.runs.append((name, count, run.run_id))
         if not run.is_success:
             kind, message = failure_of(self.instance, run)

@@ -14,7 +14,7 @@ from magic_pipeline.orchestration.asset_versions import experiment_metadata, tra
 from magic_pipeline.orchestration.inputs_assets import open_and_observe
 from magic_pipeline.orchestration.instance import GPU_POOL
 from magic_pipeline.orchestration.interrupts import deferred_interrupts
-from magic_pipeline.orchestration.launch_settings import LaunchSettings
+from magic_pipeline.orchestration.launch_settings import TrainingSettings
 from magic_pipeline.orchestration.operating import operating, stall_limit, wait_while_held
 from magic_pipeline.orchestration.partitions import ExperimentAssets
 from magic_pipeline.orchestration.progress import RunProgress
@@ -47,11 +47,11 @@ def trajectory_asset(experiment: Experiment) -> dg.AssetsDefinition:
         pool=GPU_POOL,
         code_version=training_code_version(experiment),
     )
-    def training_trajectory(context: dg.AssetExecutionContext, config: LaunchSettings) -> dg.MaterializeResult[Any]:
+    def training_trajectory(context: dg.AssetExecutionContext, config: TrainingSettings) -> dg.MaterializeResult[Any]:
         with operating(context):
             opened = open_and_observe(context, assets, config.applied_to(experiment))
             progress = RunProgress(context)
-            trajectory = _train(opened, progress)
+            trajectory = _train(opened, progress, make_freed_states=config.make_freed_states)
             added, removed = sync_query_keys(context.instance, assets, [query.key for query in opened.queries])
             if added or removed:
                 where = assets.segments.to_user_string()
@@ -63,10 +63,15 @@ def trajectory_asset(experiment: Experiment) -> dg.AssetsDefinition:
     return training_trajectory
 
 
-def _train(opened: "OpenExperiment", progress: RunProgress) -> "Trajectory":
+def _train(opened: "OpenExperiment", progress: RunProgress, *, make_freed_states: bool) -> "Trajectory":
     from magic_pipeline.attribution.describing import describe
     from magic_pipeline.attribution.gang import train_together
+    from magic_pipeline.attribution.trajectory import sealed_trajectory
 
+    finished = None if make_freed_states else sealed_trajectory(opened)
+    if finished is not None:
+        describe(opened)
+        return finished
     since = time.monotonic()
     limit = stall_limit(opened.experiment)
     with deferred_interrupts() as should_stop, progress.watched(end_seconds=limit):

@@ -63,7 +63,7 @@ def test_a_wrong_value_is_named(two_finished: Experiment, settings: LaunchSettin
 def test_the_launchpad_describes_every_field(two_finished: Experiment) -> None:
     train = config_of(two_finished, "small_train", "small__training_trajectory")
     walk = config_of(two_finished, "small_attribute", "small__segment_checkpoints")
-    assert train.keys() == {"device", "memory_budget"}
+    assert train.keys() == {"device", "memory_budget", "make_freed_states"}
     assert walk.keys() == {"device", "memory_budget", "query_batch"}
     for field in (*train.values(), *walk.values()):
         assert field.description and field.description.endswith(".") and not field.is_required

@@ -11,9 +11,10 @@ from magic_pipeline.attribution.experiment import Experiment, load_experiment
 from magic_pipeline.attribution.restoring import missing_states
 from magic_pipeline.attribution.trajectory import sealed_trajectory
 from magic_pipeline.cli import main
-from magic_pipeline.orchestration import operating
+from magic_pipeline.orchestration import operating, running
 from magic_pipeline.orchestration.building import build_definitions
 from magic_pipeline.orchestration.headless import execute_asset
+from magic_pipeline.orchestration.instance import open_instance
 from magic_pipeline.orchestration.partitions import ExperimentAssets
 from magic_pipeline.orchestration.records import Records, forget, records_of, tell_of_collection
 from magic_pipeline.orchestration.running import run_experiment
@@ -40,6 +41,12 @@ def test_freed_states_show_on_the_trajectory_and_materializing_it_makes_them_aga
     # A second call frees nothing and says nothing.
     assert main(["gc", str(two_finished.path), "--trajectory", "--yes"]) == 0
     assert its_instance.fetch_observations(trajectory, limit=1).records == [record]
+
+    # `run` reports to another instance what is finished, and makes none of it again.
+    with open_instance(two_finished.folder / "other home") as other:
+        assert running._Running(other, two_finished, None)._train()
+        assert materializations(other, trajectory) == [(None, version, True)]
+    assert len(missing_states(opened, sealed)) == 4
 
     repository = build_definitions(two_finished.folder).get_repository_def()
     assert execute_asset(its_instance, repository, trajectory).is_success
