@@ -113,6 +113,7 @@ class Experiment(Section):
     )
 
     _path: Path | None = PrivateAttr(default=None)
+    _text: str = PrivateAttr(default="")
     _folder: Path = PrivateAttr(default_factory=Path.cwd)
 
     @field_validator("storage")
@@ -141,6 +142,11 @@ class Experiment(Section):
     def path(self) -> Path | None:
         """The file it was read from, as it was given; None if it was made in Python."""
         return self._path
+
+    @property
+    def text(self) -> str:
+        """What the file said when it was read, comments too, without `storage_options`; empty if it was made in Python."""
+        return self._text
 
     @property
     def folder(self) -> Path:
@@ -266,6 +272,7 @@ def _validated(located: LocatedYaml, path: Path | None, folder: Path) -> Experim
     except ValidationError as error:
         raise _first_of(error.errors(include_url=False), located, path) from None
     experiment._path, experiment._folder = path, folder
+    experiment._text = located.text_without("storage_options").removeprefix("\ufeff")
     _check_files(experiment, located)
     return experiment
 

@@ -7,6 +7,7 @@ refused.
 
 from __future__ import annotations
 
+import codecs
 import re
 from collections.abc import Hashable, Sequence
 from dataclasses import dataclass
@@ -89,10 +90,22 @@ for _kind, _pattern, _first in (
 
 @dataclass(frozen=True)
 class LocatedYaml:
-    """Plain data (dict, list, str, int, float, bool, None) and the nodes it was made from."""
+    """Plain data (dict, list, str, int, float, bool, None), the nodes it was made from, and their text."""
 
     content: Any
     root: yaml.Node | None
+    text: str = ""
+
+    def text_without(self, field: str) -> str:
+        """The text, "(not shown)" in place of the value of a field of the outermost mapping."""
+        fields = self.root.value if isinstance(self.root, yaml.MappingNode) else ()
+        for key, value in fields:
+            if key.value == field:
+                start, end = value.start_mark.index, value.end_mark.index
+                # A block ends where the next field begins: the line break before that stays.
+                hidden = self.text[start:end].rstrip()
+                return f"{self.text[:start]}(not shown){self.text[start + len(hidden) :]}"
+        return self.text
 
     def line(self, location: Sequence[str | int]) -> int | None:
         """The line, from 1, of the field at `location` or of its nearest parent in the file; None at the root."""
@@ -128,7 +141,7 @@ def read_yaml(path: Path) -> LocatedYaml:
     try:
         loader = _CoreLoader(text)
         root = loader.get_single_node()
-        return LocatedYaml(None if root is None else loader.construct_document(root), root)
+        return LocatedYaml(None if root is None else loader.construct_document(root), root, _decoded(text))
     except yaml.MarkedYAMLError as error:
         # Never the snippet that str(error) shows: the line may hold a credential.
         mark = error.problem_mark or error.context_mark
@@ -142,3 +155,10 @@ def read_yaml(path: Path) -> LocatedYaml:
     finally:
         if loader is not None:
             loader.dispose()
+
+
+def _decoded(text: bytes) -> str:
+    """As the loader reads it, a byte order mark included, so that its marks count the same characters."""
+    if text.startswith((codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE)):
+        return text.decode("utf-16-le" if text.startswith(codecs.BOM_UTF16_LE) else "utf-16-be")
+    return text.decode("utf-8")

@@ -43,12 +43,11 @@ def validation_code_version(experiment: Experiment, section: str) -> str:
 
 
 def experiment_metadata(experiment: Experiment) -> dict[str, Any]:
-    """The experiment file's content, where it is and where its results are kept."""
+    """The experiment file's content as it was read, where it is and where its results are kept."""
     metadata: dict[str, Any] = {"storage": experiment.storage_url}
     if experiment.path is not None:
-        text = experiment.path.read_text(encoding="utf-8")
         metadata["experiment_file"] = dg.MetadataValue.path(str(experiment.path.absolute()))
-        metadata["experiment"] = dg.MetadataValue.md(f"```yaml\n{text}\n```")
+        metadata["experiment"] = dg.MetadataValue.md(f"```yaml\n{experiment.text}\n```")
     return metadata
 
 

@@ -24,18 +24,24 @@ from magic_pipeline.orchestration.validation_assets import validation_assets
 INVALID_GROUP = "invalid_experiments"
 
 
-def build_definitions(path: Path, *, executor: dg.ExecutorDefinition | None = dg.in_process_executor) -> dg.Definitions:
+def build_definitions(
+    path: Path,
+    *,
+    executor: dg.ExecutorDefinition | None = dg.in_process_executor,
+    read: Experiment | None = None,
+) -> dg.Definitions:
     """One asset group per valid experiment file of a folder (or for the one file), and per wrong file an asset that shows the error.
 
     Args:
         executor: of runs that are launched without a job of ours. In one process, a killed run leaves no step process behind that
             goes on computing; None where the project that these become a part of has its own.
+        read: an experiment of the folder that was read before: its file may have been edited since, and is not read again.
     """
     assets: list[dg.AssetsDefinition] = []
     jobs: list[UnresolvedAssetJobDefinition] = []
     sensors: list[dg.SensorDefinition] = []
     schedules: list[dg.ScheduleDefinition] = []
-    for file, found in _experiments(path).items():
+    for file, found in _experiments(path, read).items():
         if isinstance(found, InputError):
             assets.append(invalid_experiment_asset(file, found))
         else:
@@ -48,9 +54,11 @@ def build_definitions(path: Path, *, executor: dg.ExecutorDefinition | None = dg
     return dg.Definitions(assets=assets, jobs=jobs, sensors=sensors, schedules=schedules, executor=executor)
 
 
-def _experiments(path: Path) -> dict[Path, Experiment | InputError]:
+def _experiments(path: Path, read: Experiment | None) -> dict[Path, Experiment | InputError]:
     if not path.is_file():
-        return load_experiments(path)
+        before = None if read is None or read.path is None else read.path.absolute()
+        found = load_experiments(path)
+        return {file: read if read is not None and file.absolute() == before else one for file, one in found.items()}
     try:
         return {path: load_experiment(path)}
     except InputError as error:

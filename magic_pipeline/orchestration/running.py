@@ -80,7 +80,7 @@ class _Running:
     def __init__(self, instance: dg.DagsterInstance, experiment: Experiment, queries: Sequence[str] | None) -> None:
         self.instance, self.experiment, self.assets = instance, experiment, ExperimentAssets.of(experiment)
         self.outcome = Outcome(marked=mark_dead_runs(instance))
-        self.repository = build_definitions(experiment.folder).get_repository_def()
+        self.repository = build_definitions(experiment.folder, read=experiment).get_repository_def()
         self.opened = opened_once(experiment)
         self.wanted = _chosen_keys({query.id: query.key for query in self.opened.queries}, queries)
 

@@ -50,14 +50,15 @@ def trajectory_asset(experiment: Experiment) -> dg.AssetsDefinition:
     def training_trajectory(context: dg.AssetExecutionContext, config: TrainingSettings) -> dg.MaterializeResult[Any]:
         with operating(context):
             opened = open_and_observe(context, assets, config.applied_to(experiment))
-            progress = RunProgress(context)
+            progress, origin = RunProgress(context), provenance(opened)  # before hours in which files change
             trajectory = _train(opened, progress, make_freed_states=config.make_freed_states)
             added, removed = sync_query_keys(context.instance, assets, [query.key for query in opened.queries])
             if added or removed:
                 where = assets.segments.to_user_string()
                 logger.info("partitions of %s: %d new, %d of queries no longer asked", where, len(added), len(removed))
             return dg.MaterializeResult(
-                data_version=dg.DataVersion(trajectory.digest), metadata=_metadata(opened, trajectory, progress)
+                data_version=dg.DataVersion(trajectory.digest),
+                metadata=_metadata(opened, trajectory, progress, origin),
             )
 
     return training_trajectory
@@ -88,7 +89,9 @@ def _train(opened: "OpenExperiment", progress: RunProgress, *, make_freed_states
     return trajectory
 
 
-def _metadata(opened: "OpenExperiment", trajectory: "Trajectory", progress: RunProgress) -> dict[str, Any]:
+def _metadata(
+    opened: "OpenExperiment", trajectory: "Trajectory", progress: RunProgress, origin: dict[str, Any]
+) -> dict[str, Any]:
     from magic_pipeline.reporting.charts import loss_chart
 
     made = trajectory.steps - trajectory.resumed_from
@@ -100,7 +103,7 @@ def _metadata(opened: "OpenExperiment", trajectory: "Trajectory", progress: RunP
         "examples": len(opened.dataset),
         "queries": len(opened.queries),
         "stored_in": f"{opened.store.url}/{opened.folder}",
-        **provenance(opened),
+        **origin,
         "versions": dg.MetadataValue.json(dict(trajectory.versions)),
     }
     metadata |= chart_metadata("loss_curve", lambda: loss_chart(trajectory.losses), "the loss of every training step")

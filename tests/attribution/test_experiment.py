@@ -19,6 +19,7 @@ from magic_pipeline.attribution.experiment import (
     recipe_content,
 )
 from magic_pipeline.attribution.experiment_settings import TableSchedule
+from magic_pipeline.attribution.located_yaml import read_yaml
 from magic_pipeline.attribution.optimizer_settings import AdamWSettings, SGDSettings
 from magic_pipeline.errors import InputError
 
@@ -278,7 +279,7 @@ def test_paths_are_relative_to_the_experiment_s_folder(tmp_path: Path, monkeypat
 
 def test_secrets_are_never_shown(tmp_path: Path) -> None:
     experiment = load_experiment(write(tmp_path, COMPLETE))
-    assert "top secret" not in repr(experiment) + str(experiment) + experiment.model_dump_json()
+    assert "top secret" not in repr(experiment) + str(experiment) + experiment.model_dump_json() + experiment.text
     assert "top secret" not in message(write(tmp_path, MINIMAL + "storage_options: 'top secret'\n"))
     assert "top secret" not in message(write(tmp_path, MINIMAL + "storage_options: [top secret\n"))
     assert message(write(tmp_path, MINIMAL + "storage: ftp://me:top secret@host/x\n")) == (
@@ -287,6 +288,36 @@ def test_secrets_are_never_shown(tmp_path: Path) -> None:
     with pytest.raises(ValidationError) as caught:
         Experiment.model_validate({"name": "x", "task": {"type": "t"}, "storage_options": "top secret"})
     assert "top secret" not in str(caught.value)
+
+
+@pytest.mark.parametrize("encoding", ["utf-8", "utf-8-sig", "utf-16"])
+@pytest.mark.parametrize(
+    "options",
+    [
+        "  key: me\n  secret: top secret # mine\n\n",
+        " {key: me, secret: top secret}\n",
+        ' {key: me, secret:\n  "top secret"} # mine\n',
+        "\n- top secret\n",
+        " &o {secret: top secret}\n",
+    ],
+)
+def test_the_text_is_the_file_s_but_for_the_storage_options(tmp_path: Path, options: str, encoding: str) -> None:
+    if options.startswith("  "):
+        options = f"\n{options}"
+    before, after = "# ä comment\nname: x\nstorage_options:", "# the task\ntask: {type: t}\n"
+    path = tmp_path / "x.yaml"
+    path.write_text(before + options + after, encoding=encoding)
+    text = read_yaml(path).text_without("storage_options").removeprefix("\ufeff")
+    assert text.startswith(before) and text.endswith("task: {type: t}\n")
+    assert "(not shown)" in text and "secret" not in text
+    assert read_yaml(path).text_without("none").removeprefix("\ufeff") == before + options + after
+
+
+def test_the_text_is_that_which_was_read(tmp_path: Path) -> None:
+    path = write(tmp_path, MINIMAL + "# a comment\n")
+    experiment = load_experiment(path)
+    path.write_text("name: later\n")
+    assert experiment.text == MINIMAL + "# a comment\n"
 
 
 @pytest.mark.parametrize("name", ["Digits", "1x", "a-b", "", "x" * 41, "é", "a\n"])

@@ -9,6 +9,7 @@ from pathlib import Path
 
 import dagster as dg
 
+from magic_pipeline.attribution.experiment import load_experiment
 from magic_pipeline.orchestration.building import build_definitions
 from magic_pipeline.orchestration.failures import one_line
 from magic_pipeline.orchestration.headless import execute_asset, failure_of
@@ -67,6 +68,17 @@ def test_each_experiment_has_its_jobs(tmp_path: Path) -> None:
     write_experiment(tmp_path / "e", "one")
     names = {job for job in repository(tmp_path / "e").job_names if not job.startswith("__")}
     assert names == {"one_train", "one_attribute", "one_score", "one_collect", "one_observe"}
+
+
+def test_what_was_read_before_is_what_runs_and_is_shown(tmp_path: Path) -> None:
+    path = write_experiment(tmp_path / "e", "one")
+    experiment, key = load_experiment(path), dg.AssetKey(["one", "training_trajectory"])
+    before = repository(tmp_path / "e").asset_graph.get(key)
+    path.write_text(path.read_text().replace("lr: 0.1", "lr: 0.2"))
+    assert repository(tmp_path / "e").asset_graph.get(key).code_version != before.code_version
+    now = build_definitions(tmp_path / "e", read=experiment).get_repository_def().asset_graph.get(key)
+    assert (now.code_version, now.metadata) == (before.code_version, before.metadata)
+    assert "lr: 0.1" in str(now.metadata["experiment"])
 
 
 def test_a_bad_file_costs_only_its_own_experiment_and_fails_with_its_one_line(tmp_path: Path) -> None:
