@@ -102,7 +102,8 @@ def inputs_sensor(experiment: Experiment, job: UnresolvedAssetJobDefinition) -> 
         if stamp == context.cursor:
             return dg.SkipReason("no file of the experiment was changed")
         context.update_cursor(stamp)
-        return dg.RunRequest(run_key=stamp)
+        # No run key: Dagster launches one only once, and a file that is put back with its old time has a stamp that was seen before.
+        return dg.RunRequest()
 
     return dg.SensorDefinition(
         name=f"{experiment.name}_inputs",

@@ -128,8 +128,17 @@ def planned_keys(context: dg.AssetExecutionContext) -> Sequence[str]:
     """The partitions that this run is to make.
 
     Raises:
-        InputError: there are none. Dagster calls a run over a reversed range successful although it makes nothing.
+        InputError: there are none: Dagster calls a run over a reversed range successful although it makes nothing. Or the run was asked
+            for what is made from them too: after an asset that reports its partitions by itself Dagster skips that, and calls the run
+            successful.
     """
+    layer = context.job_def.asset_layer
+    skipped = layer.selected_asset_keys & layer.asset_graph.get(context.asset_key).child_keys
+    if skipped:
+        names = ", ".join(sorted(key.to_user_string() for key in skipped))
+        raise InputError(
+            f"Dagster would skip {names} in this run; choose it in a run of its own, or launch a backfill over both"
+        )
     keys = list(context.partition_keys) if context.has_partition_key or context.has_partition_key_range else []
     if not keys:
         raise InputError("this run covers no partition: the first key of its range has to come before the last")

@@ -101,6 +101,24 @@ def test_a_run_over_a_reversed_range_fails(its_instance: dg.DagsterInstance, two
     assert "covers no partition" in failure_of(its_instance, run)[1]
 
 
+def test_a_run_that_dagster_would_leave_half_done_fails_and_says_what_it_would_skip(
+    its_instance: dg.DagsterInstance, two_finished: Experiment
+) -> None:
+    assets = ExperimentAssets.of(two_finished)
+    both = dg.define_asset_job("both", selection=dg.AssetSelection.assets(assets.scores, assets.matrix))
+    loaded = dg.Definitions.merge(build_definitions(two_finished.folder, executor=None), dg.Definitions(jobs=[both]))
+    made = (
+        loaded.get_repository_def()
+        .get_job("both")
+        .execute_in_process(
+            instance=its_instance, partition_key=opened_once(two_finished).queries[0].key, raise_on_error=False
+        )
+    )
+    assert not made.success
+    kind, message = failure_of(its_instance, made.dagster_run)
+    assert (kind, message.startswith("Dagster would skip small/score_matrix in this run")) == ("input", True)
+
+
 def test_scores_of_an_unfinished_walk_fail_and_say_what_to_do(
     its_instance: dg.DagsterInstance, two_finished: Experiment
 ) -> None:
