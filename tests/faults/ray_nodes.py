@@ -1,9 +1,9 @@
 """deploy/ray: two nodes on loopback, Postgres and an S3 server; one node is lost with all that is on it, and one only for Ray.
 
 `python -m tests.faults.ray_nodes` prints a table: what was killed, after how many seconds Dagster had found it and the walk was done,
-and where its runs were. Where only Ray's own process on a node is killed, the walk there may go on while Dagster tries the run again
-on the other node: the lease sees to it that only one of them walks. At the end all that `tests.faults.services` asks for must hold,
-and every query was walked once.
+and where its runs were. Where only Ray's own process on a node is killed, the walk there goes on while Dagster tries the run again on
+the other node: the lease sees to it that only one of them walks. At the end all that `tests.faults.services` asks for must hold, and
+every query was walked once.
 """
 
 from __future__ import annotations

@@ -109,10 +109,10 @@ class Struck:
         """Launches a walk of one query, kills the victim in the middle of it, starts what is gone, waits for the walk.
 
         Args:
-            outlived: by the walk itself, which is to be under way still when Dagster takes it for dead.
+            outlived: by the walk itself, which is to be under way still when Dagster, which took it for dead, has begun another.
         """
         slow, key = self.experiment.folder / "slow", self.query(query).key
-        slow.write_text("1.5" if outlived else "")
+        slow.write_text("3" if outlived else "")
         run = self.deployment.launch("small_attribute", f"{key}|0", f"{key}|{self.experiment.ranks - 1}")
         wait_for(lambda: self.query(query).sealed > 0, _HEALED_SECONDS, lambda: f"{victim}: {self.deployment.runs()}")
         began = time.monotonic()
@@ -124,13 +124,22 @@ class Struck:
         self.deployment.wait_until_it_answers()
         if found:
             wait_for(lambda: self.deployment.status(run) == "FAILURE", FOUND_SECONDS, lambda: f"{victim} is not found")
-        slow.unlink(missing_ok=True)
         seconds = time.monotonic() - began
+        if outlived:
+            wait_for(lambda: self.has_begun_again(run), FOUND_SECONDS, lambda: f"{victim}: {self.deployment.runs()}")
+            slow.unlink()
         self.deployment.wait_until_succeeded(run, _HEALED_SECONDS)
         healed = time.monotonic() - began
         wait_for(lambda: not self.deployment.claimed_slots(), _HEALED_SECONDS, lambda: "a slot of the pool is not free")
         own = [one for one in self.deployment.runs() if run in (one["runId"], one["parentRunId"])]
         return Healed(victim, seconds if found else None, healed, tuple(one["status"] for one in reversed(own)))
+
+    def has_begun_again(self, run: str) -> bool:
+        """Whether another run tries this one again, and has named its process."""
+        again = [one["runId"] for one in self.deployment.runs() if one["parentRunId"] == run]
+        with open_instance(self.experiment.folder) as instance:
+            tags = {name: record.tags for name in again if (record := instance.get_run_by_id(name)) is not None}
+        return any(process_of(name, own) is not None for name, own in tags.items())
 
     def kill(self, victim: str, run: str) -> bool:
         """Whether the run has gone with it, so that Dagster has to find that out."""
