@@ -8,9 +8,9 @@ from typing import Any
 import torch
 from torch import nn
 
+from magic_pipeline.attribution.fragility import kinks_of, warnings_before_training
 from magic_pipeline.attribution.opening import OpenExperiment, measure
 from magic_pipeline.errors import InputError
-from magic_pipeline.metagradient.parameter_groups import eps_root_of
 from magic_pipeline.metagradient.probe import ProbeReport, probe
 from magic_pipeline.metagradient.step import train_step
 from magic_pipeline.tasks.datasets import content_digest
@@ -29,11 +29,13 @@ def check_before_training(opened: OpenExperiment) -> None:
         NonFiniteError: the first step's loss or gradient is NaN or infinite.
     """
     if opened.board.leads:
-        warn_about_fragile_settings(opened)
         _check_determinism(opened)
     # Shapes, dtypes and finiteness of the losses, found before anything is sealed.
     train_step(opened.recipe, opened.initial_state, opened.data(0))
+    _check_smallest_shard(opened)
     if opened.board.leads:
+        for warning in warnings_before_training(opened, kinks_of(opened)):
+            logger.warning("%s", warning)
         _check_places(opened)
         _check_queries(opened)
         check_model(opened)
@@ -72,19 +74,6 @@ def check_model(opened: OpenExperiment) -> ProbeReport:
     return report
 
 
-def warn_about_fragile_settings(opened: OpenExperiment) -> None:
-    """Says what is known to make scores fragile, before hours are spent on them."""
-    eps_root, model = eps_root_of(opened.recipe.optimizer), opened.recipe.model
-    if eps_root is not None and eps_root < 1e-12:
-        logger.warning(
-            "training.optimizer.eps_root is %g: scores of coordinates with tiny gradients are fragile (changes of 1-2 %% with the "
-            "number of threads were seen at 1e-17); 1e-8 is the default",
-            eps_root,
-        )
-    if model.draws_randomly:
-        logger.warning("dropout is active: scores are exact for these very draws, but may predict retraining poorly")
-
-
 def _check_determinism(opened: OpenExperiment) -> None:
     indices = opened.order[0][:2]
     examples = [opened.dataset[index] for index in indices]
@@ -95,6 +84,18 @@ def _check_determinism(opened: OpenExperiment) -> None:
             "the dataset and collate must be deterministic (draw from a generator seeded by the example)",
             field="task",
         )
+
+
+def _check_smallest_shard(opened: OpenExperiment) -> None:
+    """What is left of the examples at an epoch's end may be one, which has no statistics: not to be found out by then."""
+    size = opened.experiment.training.microbatch_size
+
+    def smallest(step: int) -> int:
+        rows = len(opened.order[step])
+        return rows if size is None else rows % size or size
+
+    if opened.recipe.model.uses_batch_statistics:
+        train_step(opened.recipe, opened.initial_state, opened.data(min(range(opened.steps), key=smallest)))
 
 
 def _check_places(opened: OpenExperiment) -> None:

@@ -164,6 +164,13 @@ class TrainingSettings(Section):
         default=WarmupSchedule(name="linear"), discriminator="name", description="the learning-rate schedule"
     )
 
+    @field_validator("dtype", mode="before")
+    @classmethod
+    def _is_precise(cls, dtype: object) -> object:
+        if dtype in ("bfloat16", "bf16", "float16", "fp16", "half"):
+            raise ValueError("has to be float32 or float64: less rounds away what scores are made of")
+        return dtype
+
     @field_validator("optimizer", mode="before")
     @classmethod
     def _is_smooth(cls, optimizer: object) -> object:

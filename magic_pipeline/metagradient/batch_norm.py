@@ -13,6 +13,8 @@ import torch
 from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
+from magic_pipeline.errors import InputError
+
 
 def write_out_batch_norm(module: nn.Module) -> None:
     """Replaces the forward of every BatchNorm inside `module` by the formula below. Parameters and buffers stay."""
@@ -46,7 +48,11 @@ def _forward(self: _BatchNorm, x: Tensor) -> Tensor:
 
 def _move_running_statistics(self: _BatchNorm, mean: Tensor, var: Tensor, count: int) -> None:
     if count < 2:
-        raise ValueError("BatchNorm in training needs more than one value per channel; this batch has one")
+        raise InputError(
+            "BatchNorm in training needs more than one value per channel, and a batch or micro-batch of one example has one; take "
+            "sizes that leave no example alone",
+            field="training.batch_size",
+        )
     counter = cast(Tensor, self.num_batches_tracked) + 1
     factor = 1.0 / float(counter) if self.momentum is None else self.momentum
     running_mean, running_var = cast(Tensor, self.running_mean), cast(Tensor, self.running_var)

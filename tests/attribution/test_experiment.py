@@ -127,7 +127,11 @@ def test_only_the_named_optimizer_s_fields_are_accepted(tmp_path: Path) -> None:
         ("training: {clip_norm: 0}\n", "line 3: training.clip_norm: should be greater than 0, found 0"),
         ("training: {clip_norm: .nan}\n", "line 3: training.clip_norm: should be a valid number, found '.nan'"),
         ("training: 3\n", "line 3: training: should be a mapping of fields, found 3"),
-        ("training: {dtype: bfloat16}\n", "line 3: training.dtype: should be 'float32' or 'float64', found 'bfloat16'"),
+        ("training: {dtype: float8}\n", "line 3: training.dtype: should be 'float32' or 'float64', found 'float8'"),
+        (
+            "training: {dtype: bfloat16}\n",
+            "line 3: training.dtype: has to be float32 or float64: less rounds away what scores are made of, found 'bfloat16'",
+        ),
         (
             "training: {batch_size: 4, microbatch_size: 5}\n",
             "line 3: training: microbatch_size (5) exceeds batch_size (4)",
