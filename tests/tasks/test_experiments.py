@@ -21,6 +21,7 @@ FOLDER = Path(__file__).parents[2] / "experiments"
         ("stdlib_lm", 640, 6, 40),
         ("own_model", 150, 6, 60),
         ("encoder", 162, 6, 72),
+        ("pictures", 1500, 6, 45),
     ],
 )
 def test_a_shipped_experiment_opens(name: str, examples: int, queries: int, steps: int) -> None:
@@ -31,10 +32,12 @@ def test_a_shipped_experiment_opens(name: str, examples: int, queries: int, step
 def test_every_shipped_experiment_file_is_right() -> None:
     found = load_experiments(FOLDER)
     assert [path.stem for path, experiment in found.items() if isinstance(experiment, Exception)] == []
-    assert {path.stem for path in found} >= {"digits", "stdlib_lm", "own_model"}
+    assert {path.stem for path in found} >= {"digits", "stdlib_lm", "own_model", "pictures"}
 
 
-@pytest.mark.parametrize(("name", "factor", "typical"), [("own_model", 0.2, 0.3), ("encoder", 0.8, 1.1)])
+@pytest.mark.parametrize(
+    ("name", "factor", "typical"), [("own_model", 0.2, 0.3), ("encoder", 0.8, 1.1), ("pictures", 0.2, 0.1)]
+)
 def test_the_task_of_ones_own_learns(name: str, factor: float, typical: float) -> None:
     opened = open_experiment(load_experiment(FOLDER / f"{name}.yaml"))
     state, losses = opened.initial_state, []

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -44,6 +45,29 @@ def arrays() -> dict[str, np.ndarray[Any, Any]]:
     return {"images": images[:9], "labels": labels[:9], "test_images": images[9:], "test_labels": labels[9:]}
 
 
+def given(dot: float = 0.5, **changes: Any) -> dict[str, Any]:
+    """Two pictures to train on and two to ask for, of 2 x 2 pixels, as lists."""
+    two = [[[dot, 0.0], [0.0, 1.0]], [[0.0, 1.0], [1.0, 0.0]]]
+    content = {"images": two, "labels": [0, 1], "test_images": two, "test_labels": [1, 0]} | changes
+    return {name: value for name, value in content.items() if value is not None}
+
+
+def paired(label: Any = None, rows: int = 9, kind: str = "array") -> dict[str, Any]:
+    """The arrays as two datasets of pairs."""
+    kinds: dict[str, Callable[[Any], Any]] = {"array": np.asarray, "image": Image.fromarray, "tensor": as_tensor}
+    content, as_kind = arrays(), kinds[kind]
+
+    def split(prefix: str, count: int) -> list[tuple[Any, Any]]:
+        images, labels = content[f"{prefix}images"][:count], content[f"{prefix}labels"][:count]
+        return [(as_kind(image), one if label is None else label) for image, one in zip(images, labels, strict=True)]
+
+    return {"train": split("", rows), "test": split("test_", 2)}
+
+
+def as_tensor(image: np.ndarray[Any, Any]) -> torch.Tensor:
+    return torch.from_numpy(image.transpose(2, 0, 1).astype(np.float32) / 255)
+
+
 @pytest.fixture
 def pictures(tmp_path: Path) -> Path:
     """The arrays as PNG files in a folder per class."""
@@ -60,6 +84,7 @@ def pictures(tmp_path: Path) -> Path:
 
 def opened(folder: Path, data: str, **changes: Any) -> OpenExperiment:
     task = {"type": "image_classifier", "model": MODEL, "data": data, "mean": [0.5, 0.5, 0.4], "std": [0.2, 0.2, 0.3]}
+    task |= {"model_settings": changes.pop("model_settings", {})}
     return open_small(
         folder,
         task=task,
@@ -84,6 +109,22 @@ def test_a_folder_of_pictures_and_their_arrays_are_the_same_data(tmp_path: Path,
     assert batch["pixels"].shape == (1, 3, 6, 6)
     shown = sources[0].render(first[0])
     assert np.array_equal(np.asarray(shown), arrays()["images"][0])
+
+
+@pytest.mark.parametrize("kind", ["array", "image", "tensor"])
+def test_datasets_and_arrays_from_a_callable_are_the_same_data(tmp_path: Path, kind: str) -> None:
+    np.savez(tmp_path / "arrays.npz", **arrays())  # type: ignore[arg-type]
+    file = load(tmp_path, "arrays.npz")
+    pairs = load(tmp_path, "tests.tasks.test_images:paired", data_settings={"kind": kind})
+    mapping = load(tmp_path, "tests.tasks.test_images:arrays")
+    assert file.training_data().digest == pairs.training_data().digest == mapping.training_data().digest
+    assert file.training_data().ids == pairs.training_data().ids and file.classes == pairs.classes == mapping.classes
+    assert [query.id for query in pairs.queries()] == ["test-0000", "test-0001"]
+
+
+def test_a_model_with_too_few_classes_is_named(tmp_path: Path, pictures: Path) -> None:
+    with pytest.raises(InputError, match=r"task.model: gives \[3, 2\] for 3 pictures of 3 classes; expected logits"):
+        opened(tmp_path, "pictures", model_settings={"classes": 2})
 
 
 def load(folder: Path, data: str, **settings: Any) -> Any:
@@ -152,6 +193,41 @@ def test_pictures_are_resized_and_made_gray_where_asked(tmp_path: Path, pictures
         ({"data": "elsewhere"}, "task.data: there is no folder .*elsewhere/train"),
         ({"data": "elsewhere.npz"}, "elsewhere.npz: .*cannot be read"),
         ({"std": [1.0, 0.0, 1.0]}, "task.std: expected numbers above 0"),
+        (
+            {"grayscale": True, "mean": [0.1, 0.2, 0.3]},
+            r"task.mean: expected 1 or 1 numbers, one for each channel, found 3",
+        ),
+        ({"data_settings": {"of": 3}}, "task.data_settings: is for data from a package.module:callable"),
+        ({"data": "tests.tasks.test_images:nothing"}, "task.data: module .* has no callable nothing"),
+        (
+            {"data": "tests.tasks.test_images:no_net"},
+            "task.data: gave a str; expected a mapping with images and labels",
+        ),
+        (
+            {"data": "tests.tasks.test_images:given", "data_settings": {"images": None}},
+            "task.data: needs images and labels",
+        ),
+        (
+            {"data": "tests.tasks.test_images:given", "data_settings": {"labels": [0.5, float("nan")]}},
+            "do not go with .* of f",
+        ),
+        (
+            {"data": "tests.tasks.test_images:given", "data_settings": {"labels": [0, -1]}},
+            r"labels\[1\] is -1; classes start",
+        ),
+        (
+            {"data": "tests.tasks.test_images:given", "data_settings": {"test_labels": [0, 7]}},
+            "test-0001 has the class 7, which no",
+        ),
+        (
+            {"data": "tests.tasks.test_images:given", "data_settings": {"dot": float("nan")}},
+            "train-0000 has pixels that are not",
+        ),
+        (
+            {"data": "tests.tasks.test_images:paired", "data_settings": {"label": 0.5}},
+            "train-0000: expected a label of 0 or .* 0.5",
+        ),
+        ({"data": "tests.tasks.test_images:paired", "data_settings": {"rows": 0}}, "has no pictures to train on"),
     ],
 )
 def test_what_is_wrong_is_named(tmp_path: Path, pictures: Path, settings: dict[str, Any], message: str) -> None:
