@@ -21,12 +21,17 @@ class InputError(MagicError):
     """
 
     def __init__(self, message: str, *, file: object = None, line: int | None = None, field: str | None = None) -> None:
+        self.message = message
         self.file = None if file is None else str(file)
         self.line = line
         self.field = field
         at_line = None if line is None else f"line {line}"
         where = ": ".join(part for part in (self.file, at_line, self.field) if part)
         super().__init__(f"{where}: {message}" if where else message)
+
+    def in_file(self, file: object) -> InputError:
+        """The same error, naming this file where it names none yet."""
+        return self if self.file is not None else InputError(self.message, file=file, line=self.line, field=self.field)
 
 
 class NonFiniteError(MagicError):

@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 from magic_pipeline.attribution.fragility import kinks_of, warnings_before_training
-from magic_pipeline.attribution.opening import OpenExperiment, measure
+from magic_pipeline.attribution.opening import OpenExperiment, measure, naming_its_file
 from magic_pipeline.errors import InputError
 from magic_pipeline.metagradient.probe import ProbeReport, probe
 from magic_pipeline.metagradient.step import train_step
@@ -28,17 +28,19 @@ def check_before_training(opened: OpenExperiment) -> None:
         InputError: naming what is wrong.
         NonFiniteError: the first step's loss or gradient is NaN or infinite.
     """
-    if opened.board.leads:
-        _check_determinism(opened)
-    # Shapes, dtypes and finiteness of the losses, found before anything is sealed.
-    train_step(opened.recipe, opened.initial_state, opened.data(0))
-    _check_smallest_shard(opened)
-    if opened.board.leads:
-        for warning in warnings_before_training(opened, kinks_of(opened)):
-            logger.warning("%s", warning)
-        _check_places(opened)
-        _check_queries(opened)
-        check_model(opened)
+    with naming_its_file(opened.experiment):
+        if opened.board.leads:
+            _check_determinism(opened)
+        _check_initial_weights(opened)
+        # Shapes, dtypes and finiteness of the losses, found before anything is sealed.
+        train_step(opened.recipe, opened.initial_state, opened.data(0))
+        _check_smallest_shard(opened)
+        if opened.board.leads:
+            for warning in warnings_before_training(opened, kinks_of(opened)):
+                logger.warning("%s", warning)
+            _check_places(opened)
+            _check_queries(opened)
+            check_model(opened)
     opened.board.collect(None)
 
 
@@ -84,6 +86,14 @@ def _check_determinism(opened: OpenExperiment) -> None:
             "the dataset and collate must be deterministic (draw from a generator seeded by the example)",
             field="task",
         )
+
+
+def _check_initial_weights(opened: OpenExperiment) -> None:
+    """Training would end at its first step, and say no more than that its loss is NaN."""
+    state = opened.initial_state
+    for name, tensor in (*state.params.items(), *state.buffers.items()):
+        if not bool(tensor.isfinite().all()):
+            raise InputError(f"the model's {name!r} is not finite before training", field="init or task")
 
 
 def _check_smallest_shard(opened: OpenExperiment) -> None:

@@ -5,7 +5,8 @@ Opening reads and checks; it writes nothing.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from functools import cached_property, partial
 from pathlib import Path
@@ -216,8 +217,19 @@ def open_experiment(experiment: Experiment, *, gang: Gang | None = None, board: 
     Raises:
         InputError: anything in the experiment, its files, its task or its queries is wrong.
     """
-    with torch.random.fork_rng(devices=[]):
+    with torch.random.fork_rng(devices=[]), naming_its_file(experiment):
         return _open(experiment, gang or Alone(), board or OwnBoard())
+
+
+@contextmanager
+def naming_its_file(experiment: Experiment) -> Iterator[None]:
+    """Within, what is wrong and names no file of its own names the experiment's."""
+    try:
+        yield
+    except InputError as error:
+        if experiment.path is None or error.file is not None:
+            raise
+        raise error.in_file(experiment.path) from error
 
 
 def _open(experiment: Experiment, gang: Gang, board: Board) -> OpenExperiment:

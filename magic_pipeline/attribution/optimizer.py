@@ -28,13 +28,18 @@ def optimizer_of(settings: OptimizerSettings, model: FunctionalModel, ranks: int
     make = _muon(settings, model, ranks) if isinstance(settings, MuonSettings) else _elementwise(settings)
     if not settings.groups:
         return make()
-    names, groups = list(model.params), []
+    names, groups = list(model.params), list[Group]()
     for number, group in enumerate(settings.groups):
-        if not any(re.search(group.match, name) for name in names):
-            raise InputError(
-                f"{group.match!r} is found in no trainable parameter's name; the first is {names[0]!r}",
-                field=f"training.optimizer.groups[{number}].match",
+        matched = [name for name in names if re.search(group.match, name)]
+        field = f"training.optimizer.groups[{number}].match"
+        if not matched:
+            message = f"{group.match!r} is found in no trainable parameter's name; the first is {names[0]!r}"
+            raise InputError(message, field=field)
+        if all(any(re.search(earlier.pattern, name) for earlier in groups) for name in matched):
+            message = (
+                f"{group.match!r} is found in no parameter left by the earlier groups; the first that matches counts"
             )
+            raise InputError(message, field=field)
         factor = group.lr_factor if group.lr is None else group.lr / settings.lr
         groups.append(Group(group.match, make(**group.changed()), factor))
     return Grouped(tuple(groups), make())

@@ -109,7 +109,8 @@ class DigitsClassifier:
         indices, coefficients = (line.fields["indices"], line.fields.get("coefficients", []))
         if not isinstance(indices, list) or not isinstance(coefficients, list):
             raise line.error("expected indices and coefficients to be lists")
-        return Query(line.id, [self._test_digit(line, index) for index in indices], coefficients)
+        with line.naming():
+            return Query(line.id, [self._test_digit(line, index) for index in indices], coefficients)
 
     def _test_digit(self, line: QueryLine, index: Any) -> Digit:
         if isinstance(index, bool) or not isinstance(index, int) or not 0 <= index < len(self._test):

@@ -71,7 +71,9 @@ class CausalLM:
         self._id_column, self._query_source, self._columns = id_column, queries, columns
         self.packing = None if packing is None else check_choice("packing", packing, ("joined", "isolated"))
         if not isinstance(model, (str, Mapping)) or not isinstance(data, str):
-            raise InputError("expected a folder or a name (or, for model, a config)", field="task")
+            setting, found = ("data", data) if isinstance(model, (str, Mapping)) else ("model", model)
+            kinds = "a folder or a name on the hub" + (", or a config" if setting == "model" else ", or a file")
+            raise InputError(f"expected {kinds}, found {found!r}", field=f"task.{setting}")
         self._model = PretrainedModel(
             model,
             self._folder,
@@ -134,7 +136,8 @@ class CausalLM:
         examples, coefficients = line.weighted_examples(frozenset(self._encoder.columns.values()))
         records = [Record(line.file, line.number, line.id, fields) for fields in examples]
         rows = [self._encoder.encode(record, truncate=False) for record in records]
-        return Query(line.id, rows, coefficients, line.fields.get("measurement"))
+        with line.naming():
+            return Query(line.id, rows, coefficients, line.fields.get("measurement"))
 
     def collate(self, examples: Sequence[TokenRow], /) -> Batch:
         """tokens, labels, part and document [rows, longest row] int64: padded on the right, where causal attention never looks."""

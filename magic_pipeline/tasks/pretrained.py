@@ -98,7 +98,8 @@ class PretrainedModel:
                 else:
                     kind = {"peft_type": str(settings.pop("type")).upper(), "task_type": "CAUSAL_LM"}
                     adapted = peft.get_peft_model(model, peft.get_peft_config(kind | settings))
-        except (KeyError, ValueError, TypeError, OSError) as error:
+        except Exception as error:
+            # peft looks at its settings when it uses them, so anything may come: a bad pattern is a re.error.
             message = f"expected {{type: lora, r: 8, ...}} or {{folder: ...}} as peft knows it: {offline(error)}"
             raise InputError(message, field="task.adapter") from error
         if any(config.is_prompt_learning for config in adapted.peft_config.values()):
@@ -122,7 +123,12 @@ def _without_progress_bars() -> Iterator[None]:
 
 def load_tokenizer(source: str, folder: Path) -> Any:
     """transformers' tokenizer, from a folder or a hub name. Raises InputError."""
-    return from_pretrained(_transformers().AutoTokenizer, source, folder, "tokenizer")
+    tokenizer = from_pretrained(_transformers().AutoTokenizer, source, folder, "tokenizer")
+    if not set(tokenizer.get_vocab()) - set(tokenizer.all_special_tokens):
+        # So transformers makes one for a folder that has a config and no tokenizer.
+        message = f"{source!r} has no tokenizer (no vocabulary but special tokens); name another folder"
+        raise InputError(message, field="task.tokenizer")
+    return tokenizer
 
 
 def from_pretrained(auto: Any, source: str, folder: Path, setting: str, **options: Any) -> Any:
@@ -135,7 +141,12 @@ def from_pretrained(auto: Any, source: str, folder: Path, setting: str, **option
     except InputError:
         raise
     except Exception as error:
-        raise InputError(f"{source!r} cannot be loaded: {offline(error)}", field=field) from error
+        why = (
+            "its weights have other shapes than its config"
+            if "ignore_mismatched_sizes" in str(error)
+            else offline(error)
+        )
+        raise InputError(f"{source!r} cannot be loaded: {why}", field=field) from error
 
 
 def _load(load: Callable[..., Any], source: str, path: Path, field: str, options: Mapping[str, Any]) -> Any:

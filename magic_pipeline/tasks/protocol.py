@@ -96,6 +96,8 @@ class Query:
         for value in coefficients:
             if isinstance(value, bool) or not isinstance(value, (int, float)) or not math.isfinite(value):
                 raise self.error(f"expected finite coefficients, found {value!r}")
+        if not any(coefficients):
+            raise self.error("expected a coefficient other than 0: its measurement would be 0 whatever is trained")
         named: Any = self.measurement
         if named is not None and (not isinstance(named, str) or not named):
             raise self.error(f"expected measurement to be the name of one, found {named!r}")

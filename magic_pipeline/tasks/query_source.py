@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -49,6 +50,16 @@ class QueryLine:
     def error(self, message: str) -> InputError:
         """An InputError that names the file, the line and the query."""
         return InputError(f"line {self.number}: {message}", file=self.file, field=f"query {self.id!r}")
+
+    @contextmanager
+    def naming(self) -> Iterator[None]:
+        """Within, what is wrong with the query names the file and the line too."""
+        try:
+            yield
+        except InputError as error:
+            if error.file is not None:
+                raise
+            raise self.error(error.message) from error
 
     def weighted_examples(self, columns: frozenset[str]) -> tuple[list[Mapping[str, Any]], list[float]]:
         """The query's examples, each a mapping of columns, with their coefficients (none: the mean).

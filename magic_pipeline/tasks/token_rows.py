@@ -75,7 +75,10 @@ class Encoder:
         wanted[:1] = False
         if not bool(wanted.any()):
             cut = f" after truncation of {length} tokens to {self.context}" if length > self.context else ""
-            raise record.error(f"has no target token{cut} (a document's first token is never one)")
+            why = (
+                "only the assistant's turns are targets" if "messages" in self.columns else "a document's first is none"
+            )
+            raise record.error(f"has no target token{cut} ({why})")
         return TokenRow(tokens, tokens.masked_fill(~wanted, IGNORED), torch.zeros_like(tokens))
 
     def _segments(self, record: Record) -> list[tuple[list[int], bool]]:
@@ -128,6 +131,10 @@ class Encoder:
         return text
 
 
+def _is_text(value: object) -> bool:
+    return isinstance(value, str) and bool(value)
+
+
 def _is_message(message: Any) -> bool:
     return isinstance(message, Mapping) and all(isinstance(message.get(name), str) for name in ("role", "content"))
 
@@ -147,10 +154,9 @@ def find_columns(columns: Mapping[str, Any] | None, record: Record) -> dict[str,
             f"has no column text, no prompt and completion, no messages; it has {', '.join(sorted(record.columns))}: say which is "
             "which in task.columns"
         )
-    if set(columns) not in wanted or not all(isinstance(name, str) for name in columns.values()):
-        message = (
-            f"expected {{text: ...}}, {{prompt: ..., completion: ...}} or {{messages: ...}}, found {dict(columns)}"
-        )
+    found: Any = columns  # as the experiment file has it
+    if not isinstance(found, Mapping) or set(found) not in wanted or not all(map(_is_text, found.values())):
+        message = f"expected {{text: ...}}, {{prompt: ..., completion: ...}} or {{messages: ...}}, found {found!r}"
         raise InputError(message, field="task.columns")
     return {role: str(name) for role, name in columns.items()}
 

@@ -16,6 +16,7 @@ import pyarrow.parquet as pq
 import pytest
 import torch
 
+from magic_pipeline.attribution.checking import check_before_training
 from magic_pipeline.attribution.opening import OpenExperiment
 from magic_pipeline.errors import InputError
 from magic_pipeline.reporting.of_experiment import query_top_examples
@@ -324,6 +325,11 @@ def test_a_changed_config_is_another_training(tmp_path: Path) -> None:
     assert opened_tuned(tmp_path).fingerprint != before
 
 
+def groups(*matches: str) -> dict[str, Any]:
+    own = [{"match": match, "weight_decay": 0.1 * number} for number, match in enumerate(matches)]
+    return {"training": {"optimizer": {"name": "adamw", "groups": own}}}
+
+
 def long(words: int) -> str:
     return " ".join(["cat"] * words)
 
@@ -358,14 +364,59 @@ def long(words: int) -> str:
         ),
         ([{"id": "x", **A}], {"attention": "flash"}, r"task.attention: expected one of eager, sdpa"),
         ([{"id": "x", "messages": []}], {}, r"example 'x': row 1: messages should be a list"),
+        (
+            [{"id": "x", "messages": [{"role": "user", "content": "the cat"}]}],
+            {},
+            r"example 'x': row 1: has no target token \(only the assistant's turns are targets\)",
+        ),
+        ([], {}, r"train.jsonl: task.data: holds no record"),
+        (
+            [{"id": "x", "text": float("nan")}],
+            {},
+            r"example 'x': row 1: the column 'text' should hold text, found float",
+        ),
+        (
+            [{"id": "x", **A}],
+            {"columns": ["text"]},
+            r"tuned.yaml: task.columns: expected {text: ...}.*found \['text'\]",
+        ),
+        ([{"id": "x", **A}], {"model": None}, r"tuned.yaml: task.model: expected a folder .*, found None"),
+        ([{"id": "x", **A}], {"tokenizer": "./nothing"}, r"tuned.yaml: task.tokenizer: there is no folder .*nothing"),
+        (
+            [{"id": "x", **A}],
+            {"adapter": {"type": "lora", "target_modules": ["nothing"]}},
+            r"tuned.yaml: task.adapter: expected .*Target modules {'nothing'} not found",
+        ),
+        (
+            [{"id": "x", **A}],
+            {"adapter": {"type": "lora", "target_modules": "*("}},
+            r"tuned.yaml: task.adapter: expected",
+        ),
+        (
+            [{"id": "x", **A}],
+            {"freeze": ["*nothing*"]},
+            r"task.freeze: no parameter is named like '\*nothing\*'; there are",
+        ),
+        ([{"id": "x", **A}], {"freeze": ["*"]}, r"tuned.yaml: task: the model has no trainable parameter"),
+        (
+            [{"id": "x", **A}],
+            groups("nothing"),
+            r"tuned.yaml: training.optimizer.groups\[0\].match: 'nothing' is found in no trainable",
+        ),
+        (
+            [{"id": "x", **A}],
+            groups(".", "bias"),
+            r"tuned.yaml: training.optimizer.groups\[1\].match: 'bias' is found in no parameter left",
+        ),
     ],
 )
 def test_wrong_data_is_one_error_with_file_row_and_id(
     tmp_path: Path, lines: list[dict[str, Any]], changes: dict[str, Any], message: str
 ) -> None:
     write_lines(tmp_path / "train.jsonl", lines)
-    with pytest.raises(InputError, match=message):
+    with pytest.raises(InputError, match=message) as caught:
         opened_tuned(tmp_path, **changes)
+    assert "\n" not in str(caught.value)
 
 
 @pytest.mark.parametrize(
@@ -376,13 +427,47 @@ def test_wrong_data_is_one_error_with_file_row_and_id(
         ({"examples": []}, r"query 'q': line 1: expected examples to be a list of at least one example"),
         ({"positive": [A]}, r"query 'q': line 1: field 'negative' is missing"),
         ({"text": "the cat", "txt": 1}, r"query 'q': line 1: unknown field 'txt'"),
-        ({"examples": [A], "coefficients": [1, 2]}, r"query 'q': expected 1 coefficients"),
+        (
+            {"examples": [A], "coefficients": [0]},
+            r"queries.jsonl: query 'q': line 1: expected a coefficient other than 0",
+        ),
+        ({"examples": [A], "coefficients": [1, 2]}, r"queries.jsonl: query 'q': line 1: expected 1 coefficients"),
     ],
 )
 def test_wrong_queries_are_one_error_with_file_line_and_id(tmp_path: Path, line: dict[str, Any], message: str) -> None:
     write_lines(tmp_path / "queries.jsonl", [{"id": "q", **line}])
     with pytest.raises(InputError, match=message):
         opened_tuned(tmp_path)
+
+
+def test_two_queries_of_one_id_name_both_lines(tmp_path: Path) -> None:
+    write_lines(tmp_path / "queries.jsonl", [{"id": "q", **A}, {"id": "other", **A}, {"id": "q", "text": "a bird"}])
+    with pytest.raises(InputError, match=r"queries.jsonl: query 'q': line 3: line 1 has this id already"):
+        opened_tuned(tmp_path)
+
+
+def test_a_broken_checkpoint_says_what_is_broken(tmp_path: Path) -> None:
+    from safetensors.torch import load_file, save_file
+
+    opened_tuned(tmp_path)
+    config, weights = (tmp_path / "checkpoint" / name for name in ("config.json", "model.safetensors"))
+    given, tensors = config.read_text(), load_file(weights)
+    config.write_text(json.dumps(json.loads(given) | {"n_embd": 12}))
+    with pytest.raises(
+        InputError, match=r"task.model: 'checkpoint' cannot be loaded: its weights have other shapes than"
+    ):
+        opened_tuned(tmp_path)
+    config.write_text(given)
+    for file in (tmp_path / "checkpoint").glob("token*"):
+        file.rename(tmp_path / file.name)
+    with pytest.raises(InputError, match=r"tuned.yaml: task.tokenizer: 'checkpoint' has no tokenizer"):
+        opened_tuned(tmp_path)
+    tensors["transformer.h.0.ln_1.weight"][3] = float("nan")
+    save_file(tensors, weights, metadata={"format": "pt"})
+    with pytest.raises(
+        InputError, match=r"tuned.yaml: .*: the model's 'transformer.h.0.ln_1.weight' is not finite before"
+    ):
+        check_before_training(opened_tuned(tmp_path, tokenizer="."))
 
 
 @pytest.mark.parametrize("setting", ["model", "data", "tokenizer"])
