@@ -90,6 +90,7 @@ def save_checkpoint(folder: Path) -> None:
 
 
 def write_lines(path: Path, lines: Sequence[Mapping[str, Any]]) -> Path:
+    path.parent.mkdir(parents=True, exist_ok=True)
     path.write_text("".join(json.dumps(line) + "\n" for line in lines))
     return path
 

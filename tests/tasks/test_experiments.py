@@ -22,6 +22,7 @@ FOLDER = Path(__file__).parents[2] / "experiments"
         ("own_model", 150, 6, 60),
         ("encoder", 162, 6, 72),
         ("pictures", 1500, 6, 45),
+        ("regression", 400, 4, 80),
     ],
 )
 def test_a_shipped_experiment_opens(name: str, examples: int, queries: int, steps: int) -> None:
@@ -36,7 +37,8 @@ def test_every_shipped_experiment_file_is_right() -> None:
 
 
 @pytest.mark.parametrize(
-    ("name", "factor", "typical"), [("own_model", 0.2, 0.3), ("encoder", 0.8, 1.1), ("pictures", 0.2, 0.1)]
+    ("name", "factor", "typical"),
+    [("own_model", 0.2, 0.3), ("encoder", 0.8, 1.1), ("pictures", 0.2, 0.1), ("regression", 0.7, 1.0)],
 )
 def test_the_task_of_ones_own_learns(name: str, factor: float, typical: float) -> None:
     opened = open_experiment(load_experiment(FOLDER / f"{name}.yaml"))

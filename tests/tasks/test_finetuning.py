@@ -115,6 +115,17 @@ def test_every_form_of_data_gives_the_same_examples(tmp_path: Path) -> None:
     assert [query.id for query in opened.queries] == ["t2", "t0"]
 
 
+def test_a_document_that_is_there_twice_has_the_sum_of_both_scores(tmp_path: Path) -> None:
+    lines = [{"id": f"t{n}", "text": text} for n, text in enumerate([*TEXTS, TEXTS[1]])]
+    write_lines(tmp_path / "apart" / "train.jsonl", lines)
+    write_lines(tmp_path / "together" / "train.jsonl", [*lines[:-1], lines[1]])
+    apart, together = (tables(opened_tuned(tmp_path / name))[0] for name in ("apart", "together"))
+    assert together.ids == apart.ids[:-1]
+    expected = apart.scores[:-1].copy()
+    expected[1] += apart.scores[-1]
+    assert off(together.scores, expected) < 1e-12
+
+
 def targets(opened: OpenExperiment, index: int) -> str:
     row = opened.dataset[index]
     kept = row.tokens[row.labels != -100]
