@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+import atexit
 import hashlib
 import os
+import shutil
 import tempfile
+from contextlib import suppress
+from functools import cache
 from pathlib import Path
 
 from magic_pipeline.attribution.experiment import Experiment
@@ -16,7 +20,7 @@ _MOST_BYTES = 256 * 2**20
 
 def local_queries_file(experiment: Experiment) -> Path | None:
     """The file that `queries.file` names; where that is a URL, a copy of what lies there now, in `.magic/queries` beside the experiment
-    file. None where the queries come from elsewhere.
+    file, or where that folder cannot be written (a mounted volume), in one of this process. None where the queries come from elsewhere.
 
     A URL is read with the experiment's `storage_options` where both are of one protocol, else with what the environment gives.
 
@@ -29,15 +33,28 @@ def local_queries_file(experiment: Experiment) -> Path | None:
         return None if file is None else experiment.resolve(file)
     content = _read(experiment, file)
     name = f"{hashlib.sha256(file.encode()).hexdigest()[:8]}-{file.rpartition('/')[2]}"
-    copy = experiment.folder / ".magic" / "queries" / name
+    copy = _folder_of_copies(experiment.folder) / name
     if not copy.exists() or copy.read_bytes() != content:
-        copy.parent.mkdir(parents=True, exist_ok=True)
         # Written aside and renamed: other processes read it meanwhile.
         descriptor, aside = tempfile.mkstemp(dir=copy.parent, suffix=".tmp")
         with os.fdopen(descriptor, "wb") as opened:
             opened.write(content)
         os.replace(aside, copy)
     return copy
+
+
+def _folder_of_copies(beside: Path) -> Path:
+    folder = beside / ".magic" / "queries"
+    with suppress(OSError):
+        folder.mkdir(parents=True, exist_ok=True)
+    return folder if os.access(folder, os.W_OK | os.X_OK) else _own_folder()
+
+
+@cache
+def _own_folder() -> Path:
+    folder = Path(tempfile.mkdtemp(prefix="magic-pipeline-queries-"))
+    atexit.register(shutil.rmtree, folder, ignore_errors=True)
+    return folder
 
 
 def _read(experiment: Experiment, url: str) -> bytes:

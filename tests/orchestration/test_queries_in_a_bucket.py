@@ -38,6 +38,17 @@ def in_bucket(folder: Path, server: S3Server, url: str) -> Experiment:
     return load_experiment(path)
 
 
+def test_a_folder_that_cannot_be_written_needs_no_copy_beside_it(tmp_path: Path) -> None:
+    path = write(tmp_path / "experiments", QUERIES[:1])
+    queries = (path.parent / "queries.jsonl").rename(tmp_path / "queries.jsonl")
+    path.write_text(path.read_text().replace("file: queries.jsonl", f"file: 'file://{queries}'"))
+    # As a volume that is mounted read-only, also for who may write everywhere.
+    (path.parent / ".magic").write_text("")
+    copy = local_queries_file(load_experiment(path))
+    assert copy is not None and copy.read_bytes() == queries.read_bytes()
+    assert copy.parent.stat().st_mode & 0o077 == 0 and local_queries_file(load_experiment(path)) == copy
+
+
 def test_queries_from_a_bucket_are_walked_as_they_come(tmp_path: Path, moto_s3: S3Server) -> None:
     url = moto_s3.bucket_url()
     experiment = in_bucket(tmp_path / "experiments", moto_s3, url)
