@@ -45,7 +45,6 @@ faults: $(INSTALLED)
 	$(RUN) tests.faults.banks --stride 2
 	$(RUN) tests.faults.gangs --tries 8
 	$(RUN) tests.faults.services
-	$(RUN) tests.faults.ray_nodes
 	$(RUN) tests.faults.waves --queries 12 --kills 2
 
 bench: $(INSTALLED)
