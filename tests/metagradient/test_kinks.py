@@ -79,7 +79,7 @@ def test_inputs_near_a_kink_are_counted(function: Any, name: str, positions: lis
 @pytest.mark.parametrize(
     "function",
     [nn.Tanh(), nn.GELU(), nn.SiLU(), nn.ELU(), nn.CELU(), nn.Softplus(), nn.AvgPool1d(1), lambda x: x.clamp(min=-9)],
-    ids=str,
+    ids=["tanh", "gelu", "silu", "elu", "celu", "softplus", "avg_pool", "clamp without effect"],
 )
 def test_what_is_smooth_here_is_no_kink(function: Any) -> None:
     assert kinks(Scaled(function), ROWS) == ()
