@@ -61,8 +61,6 @@ def experiment(tmp_path: Path) -> Experiment:
         assert old in content
         content = content.replace(old, new)
     path.write_text(f"{content}ranks: 2\nprocesses: 2\n")
-    [task] = path.parent.glob("slow_task_*.py")
-    task.write_text(task.read_text().replace("sleep(0.1)", "sleep(0.3)"))
     return load_experiment(path)
 
 
@@ -72,7 +70,7 @@ def test_killed_and_canceled_gangs_leave_what_is_finished_and_a_backfill_by_rank
 ) -> None:
     segments = ExperimentAssets.of(experiment).segments
     train_in_this_process(experiment)
-    (experiment.folder / "slow").touch()
+    (experiment.folder / "slow").write_text("0.3")
     killed = start_run(experiment)
     with open_instance(experiment.folder) as instance:
         wait_until(lambda: len(materializations(instance, segments)) == 2)
